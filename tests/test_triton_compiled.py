@@ -1,0 +1,78 @@
+"""Every Triton kernel of ours compiles for GPUs that are not here, and fits: no spills, no reduced precision."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from mixproof.verify.subjects.triton import compiled
+
+if find_spec("torch") is None or find_spec("triton") is None:
+    pytest.skip("torch and triton are needed", allow_module_level=True)
+
+KERNELS = {"_normaliser_kernel", "_gamma_kernel", "_aggregate_kernel", "_prefix_kernel", "_read_kernel"}
+
+
+@pytest.fixture(scope="module", params=compiled.TARGETS)
+def rows(request) -> list[compiled.Resources]:
+    return compiled.resources(request.param)
+
+
+def test_every_kernel_fits_in_every_configuration(rows):
+    by_name: dict[str, set[str]] = {}
+    for row in rows:
+        by_name.setdefault(row.configuration, set()).add(row.kernel)
+        most = compiled.TARGETS[row.target][3]
+        assert (row.spill_stores, row.spill_loads, row.stack) == (0, 0, 0), row
+        assert 0 < row.registers <= 512 if row.target.startswith("gfx") else 0 < row.registers <= 255, row
+        assert row.shared <= most, row
+    # kernels without inputs in half precision are the same in all dtypes, and listed once
+    assert by_name["gma K64 R64 V64 float32"] == KERNELS
+    assert by_name["gma K64 R64 V64 bfloat16"] == KERNELS - {"_prefix_kernel"}
+    assert len(by_name) == 5
+
+
+def test_dot_products_are_in_full_float32(rows):
+    """On sm_90 that means no matrix instruction at all; on gfx942 there is one for float32."""
+    kinds = {kind for row in rows for kind in row.matrix}
+    assert all("f32_16x16x4_f32" in kind or "f32_32x32x2_f32" in kind for kind in kinds)
+    assert bool(kinds) == (rows[0].target == "gfx942")
+
+
+GREEDY = """
+import os
+os.environ["TRITON_INTERPRET"], os.environ["TRITON_DEFAULT_FP_FUSION"] = "0", "1"
+import torch, triton, triton.language as tl
+from mixproof.verify.subjects.triton import compiled
+
+@triton.jit
+def greedy(x, y, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)[:, None] * n + tl.arange(0, BLOCK)[None, :]
+    block = tl.load(x + at)
+    tl.store(y + at, tl.dot(block, block, input_precision="tf32") + block)
+
+x = torch.zeros(128, 128)
+(launch,) = compiled.recorded(lambda: greedy[(1,)](x, x, 128, 128, num_warps=1))
+row = compiled.compiled(launch, "sm_90")
+print(min(row.spill_stores, row.spill_loads, row.stack), row.shared, *row.matrix)
+"""
+
+
+def test_what_is_measured_shows_when_it_is_wrong(tmp_path):
+    """A kernel of one warp with a tile too large for its registers, and a dot product in TF32."""
+    path = tmp_path / "greedy.py"
+    path.write_text(GREEDY)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    spilled, shared, *kinds = done.stdout.split()
+    assert int(spilled) > 0
+    assert int(shared) >= 128 * 128 * 4
+    assert any("tf32" in kind for kind in kinds)
+
+
+def test_a_configuration_that_does_not_exist_is_refused():
+    with pytest.raises(RuntimeError, match="no configuration"):
+        compiled.resources("sm_90", only="tala")

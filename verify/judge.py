@@ -1,0 +1,264 @@
+"""The judge: searches one cell for a case that breaks its law, shrinks it, decides, names what the output equals."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mixproof.verify.case import Case, Domain, cases, smaller
+from mixproof.verify.errors import SubjectError, UsageError
+from mixproof.verify.laws import law as find_law
+from mixproof.verify.laws.law import Law
+from mixproof.verify.subject import Subject
+from mixproof.verify.verdict import Evidence, Verdict, Where
+
+SHRINK_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How long to look. `examples`: random cases for a law of search weight one; `small`: the short atlas only."""
+
+    name: str
+    examples: int
+    small: bool = False
+    derandomise: bool = True
+
+
+PROFILES = {
+    "smoke": Profile("smoke", 0, small=True),
+    "ci": Profile("ci", 12),
+    "nightly": Profile("nightly", 400, derandomise=False),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One law on one case: the worst evidence, or what the implementation did instead of answering."""
+
+    case: Case
+    worst: Evidence | None = None
+    message: str = ""
+    vacuous: int = 0
+    decided: bool = True
+
+    @property
+    def ratio(self) -> float:
+        return float("inf") if self.message else self.worst.ratio if self.worst else 0.0
+
+    @property
+    def broken(self) -> bool:
+        return bool(self.message) or (self.ratio > 1 and self.decided)
+
+
+def judge(subject: Subject, law_name: str, profile: Profile, seed: int = 0) -> Verdict:
+    """The verdict on one cell. Never raises for what an implementation does; status "error" is a bug of ours."""
+    start = time.perf_counter()
+    law = find_law(law_name)
+    cell = f"{subject}/{law.name}"
+    try:
+        verdict = _judge(subject, law, profile, seed, cell)
+    except UsageError:
+        raise
+    except Exception:
+        verdict = Verdict(cell, "error", why=traceback.format_exc(limit=-6))
+    return dataclasses.replace(verdict, statement=law.statement, seconds=time.perf_counter() - start)
+
+
+def evaluate(subject: Subject, law: Law, case: Case) -> Outcome:
+    """One law on one case."""
+    try:
+        # vacuous readings overflow on purpose; implementations under test may warn as they like
+        with np.errstate(all="ignore"):
+            evidence = law.check(subject, case)
+    except SubjectError as error:
+        return Outcome(case, message=str(error))
+    live = [e for e in evidence if not e.vacuous]
+    worst = max(live, key=lambda e: e.ratio, default=None)
+    decided = worst is None or worst.ratio <= 1 or any(e.ratio > 1 and e.decided for e in live)
+    if worst is not None and worst.ratio > 1 and not worst.decided:
+        worst = max((e for e in live if e.decided), key=lambda e: e.ratio, default=worst)
+    return Outcome(case, worst, "", len(evidence) - len(live), decided)
+
+
+def _judge(subject: Subject, law: Law, profile: Profile, seed: int, cell: str) -> Verdict:
+    if reason := subject.unavailable() or law.reason_not(subject):
+        return Verdict(cell, "not run", why=reason)
+    domain = subject.domain()
+    if not domain.dtypes:
+        return Verdict(cell, "not run", why=f"no trusted dtype among {', '.join(subject.declaration.dtypes)}")
+    outcomes: list[Outcome] = []
+    broken = None
+    for case in _cases(subject, law, domain, profile):
+        outcome = evaluate(subject, law, dataclasses.replace(case, seed=case.seed + seed))
+        outcomes.append(outcome)
+        if outcome.broken:
+            broken = outcome
+            break
+    if broken is None and law.search and profile.examples:
+        count = max(1, int(law.search * profile.examples / (4 if subject.declaration.slow else 1)))
+        found = search(subject, law, domain, count, profile.derandomise, outcomes)
+        broken = found
+    tried = len(outcomes)
+    compared = [o for o in outcomes if o.worst is not None]
+    vacuous = sum(o.vacuous for o in outcomes)
+    if broken is not None:
+        return _failure(subject, law, domain, shrink(subject, law, domain, broken), cell, tried, vacuous)
+    if not compared:
+        why = "every case lies outside the declared arithmetic's domain" if vacuous else "no case applies"
+        return Verdict(cell, "undecided" if vacuous else "not run", why=why, cases=tried, vacuous=vacuous)
+    if any(not o.decided for o in outcomes):
+        why = "the oracle's own error straddles the bound; judge in a wider dtype, or certify with python-flint"
+        return Verdict(cell, "undecided", 1.0, why=why, cases=tried, vacuous=vacuous)
+    worst = max(compared, key=lambda o: o.ratio)
+    bitwise = all(o.worst.bitwise for o in compared if o.worst is not None)
+    return Verdict(cell, "pass", worst.ratio, bitwise, cases=tried, vacuous=vacuous, case=str(worst.case))
+
+
+def _cases(subject: Subject, law: Law, domain: Domain, profile: Profile) -> Iterator[Case]:
+    small = profile.small or subject.declaration.slow
+    seen = set()
+    for case in law.plan(domain, small):
+        if case not in seen:
+            seen.add(case)
+            yield case
+
+
+def search(
+    subject: Subject, law: Law, domain: Domain, count: int, derandomise: bool, outcomes: list[Outcome]
+) -> Outcome | None:
+    """Random cases, drawn by Hypothesis and steered towards a large error / bound. Returns the first broken one."""
+    from hypothesis import HealthCheck, Phase, given, settings, target
+
+    found: list[Outcome] = []
+
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        derandomize=derandomise,
+        phases=(Phase.generate, Phase.target),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases(domain, subject.declaration.slow, law.extreme))
+    def run(case: Case) -> None:
+        if found:
+            return
+        outcome = evaluate(subject, law, case)
+        outcomes.append(outcome)
+        if outcome.broken:
+            found.append(outcome)
+        elif outcome.worst is not None:
+            target(float(np.log10(max(outcome.ratio, 1e-12))))
+
+    run()
+    return found[0] if found else None
+
+
+def shrink(subject: Subject, law: Law, domain: Domain, broken: Outcome) -> Outcome:
+    """Walk to simpler cases while the law stays broken, within a time limit."""
+    deadline = time.perf_counter() + SHRINK_SECONDS
+    moved = True
+    while moved and time.perf_counter() < deadline:
+        moved = False
+        for case in smaller(broken.case, domain):
+            if time.perf_counter() > deadline:
+                break
+            outcome = evaluate(subject, law, case)
+            if outcome.broken:
+                broken, moved = outcome, True
+                break
+    return broken
+
+
+def _failure(
+    subject: Subject, law: Law, domain: Domain, broken: Outcome, cell: str, tried: int, vacuous: int
+) -> Verdict:
+    where = "" if broken.worst is None else str(Where.worst(broken.worst))
+    return Verdict(
+        cell,
+        "fail",
+        broken.ratio,
+        broken.worst is not None and broken.worst.bitwise,
+        cases=tried,
+        vacuous=vacuous,
+        case=str(broken.case),
+        context=_context(subject, law, domain, broken),
+        where=where,
+        equals="" if broken.message else diagnose(subject, law, broken.case),
+        why=broken.message,
+        replay=f"mixproof replay {subject.origin + ' ' if subject.origin else ''}'{cell} {broken.case}'",
+    )
+
+
+def _context(subject: Subject, law: Law, domain: Domain, broken: Outcome) -> str:
+    """Which neighbour passes, and which sizes do not matter: about ten more evaluations."""
+    case, notes, free = broken.case, [], []
+
+    def still(changed: Case) -> bool:
+        return evaluate(subject, law, changed).broken
+
+    deadline = time.perf_counter() + SHRINK_SECONDS
+    for axis, n in case.sizes:
+        if time.perf_counter() > deadline:
+            break
+        if axis == case.operator.token_axes[0]:
+            below = domain.fit(axis, n - 1) if n else n
+            changed = {axis: below} | ({"S": below} if case.flag and "S" in dict(case.sizes) else {})
+            if below < n and not still(case.resized(**changed)):
+                notes.append(f"{axis}={below} passes")
+        elif axis not in case.operator.token_axes:
+            others = {domain.fit(axis, m) for m in (n + 1, n + 3)} - {n}
+            if others and all(still(case.resized(**{axis: m})) for m in others):
+                free.append(axis)
+    if free:
+        notes.append(f"{', '.join(free)} any value")
+    return "; ".join(notes)
+
+
+def diagnose(subject: Subject, law: Law, case: Case) -> str:
+    """The mutant of the reference that the output equals within its bound, if there is one."""
+    from mixproof.verify.subjects.mutants import explain
+
+    try:
+        with np.errstate(all="ignore"):
+            return explain(subject, law.name, case)
+    except SubjectError:
+        return ""
+
+
+def check(function: Callable[..., object], profile: str = "ci", seed: int = 0) -> list[Verdict]:
+    """Judge a function declared with `@implements`, from Python. Raises UsageError for one that is not."""
+    from mixproof.verify.cells import laws_for
+    from mixproof.verify.declare import ATTRIBUTE
+
+    declarations = getattr(function, ATTRIBUTE, ())
+    if not declarations:
+        raise UsageError(f"{getattr(function, '__name__', function)!r} is not declared: decorate it with @implements")
+    subjects = [Subject(d, function) for d in declarations]
+    return [judge(s, name, PROFILES[profile], seed) for s in subjects for name in laws_for(s.operator)]
+
+
+def replay(subject: Subject, law_name: str, text: str) -> Verdict:
+    """One law on one case, no search, no shrinking. Raises UsageError for a case or law that cannot be read."""
+    from mixproof.verify.case import parse
+
+    try:
+        law = find_law(law_name)
+    except KeyError as error:
+        raise UsageError(str(error.args[0])) from None
+    cell = f"{subject}/{law.name}"
+    if reason := subject.unavailable() or law.reason_not(subject):
+        return Verdict(cell, "not run", why=reason)
+    outcome = evaluate(subject, law, parse(subject.operator.name, text))
+    if outcome.broken:
+        verdict = _failure(subject, law, subject.domain(), outcome, cell, 1, outcome.vacuous)
+        return dataclasses.replace(verdict, statement=law.statement)
+    status = "pass" if outcome.worst is not None and outcome.decided else "undecided"
+    why = "" if status == "pass" else "outside the declared arithmetic's domain"
+    return Verdict(cell, status, outcome.ratio, case=str(outcome.case), cases=1, why=why, statement=law.statement)

@@ -1,0 +1,179 @@
+"""Regimes of values: what the arrays of a case hold.
+
+Each input's domain has a default; a regime is a word that changes some of them. Every regime is here because a wrong
+implementation was once right on everything simpler; `why` says which kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Generator = np.random.Generator
+
+# domain -> default values; every domain that an operator's input may name
+DEFAULTS: dict[str, Callable[[Generator, tuple[int, ...]], np.ndarray]] = {
+    "routing": lambda g, shape: g.normal(size=shape),
+    "query": lambda g, shape: g.normal(size=shape),
+    "key": lambda g, shape: g.normal(size=shape),
+    "value": lambda g, shape: g.normal(size=shape),
+    "mean": lambda g, shape: g.normal(size=shape),
+    "log_variance": lambda g, shape: 0.7 * g.normal(size=shape),
+    "logit": lambda g, shape: 0.7 * g.normal(size=shape),
+    "decay": lambda g, shape: g.choice([0.5, 0.75, 0.9, 31 / 32, 0.99], size=shape),
+    "state": lambda g, shape: g.normal(size=shape),
+    "mass": lambda g, shape: np.abs(g.normal(size=shape)),
+}
+
+
+class Draw:
+    """The arrays of a case while a regime changes them: `of` gives the names whose input has one of the domains."""
+
+    def __init__(self, values: dict[str, Any], domains: dict[str, str], generator: Generator) -> None:
+        self.values, self.domains, self.generator = values, domains, generator
+
+    def of(self, *domains: str) -> list[str]:
+        return [name for name, d in self.domains.items() if d in domains and name in self.values]
+
+    def map(self, change: Callable[[np.ndarray], np.ndarray], *domains: str) -> None:
+        for name in self.of(*domains):
+            self.values[name] = change(self.values[name])
+
+    def fill(self, value: float, *domains: str) -> None:
+        self.map(lambda a: np.full_like(a, value), *domains)
+
+    def scalar(self, value: float, domain: str) -> None:
+        for name in self.of(domain):
+            self.values[name] = value
+
+
+@dataclass(frozen=True)
+class Regime:
+    """`needs`: at least one input must have one of these domains (empty: always applies). Extreme regimes are the
+    business of the law `extremes`."""
+
+    apply: Callable[[Draw], None]
+    why: str
+    needs: frozenset[str] = frozenset()
+    extreme: bool = False
+
+
+TOKENS = ("routing", "query", "key")
+
+
+def _ramp(a: np.ndarray, octaves: float) -> np.ndarray:
+    T = a.shape[-2]
+    return a * 2.0 ** (octaves * np.linspace(0, 1, max(T, 1)))[:T, None]
+
+
+def _alternate(a: np.ndarray) -> np.ndarray:
+    return np.where(np.arange(a.shape[-2])[:, None] % 2 == 0, 2.0, 0.0) + 0 * a
+
+
+def _impulse(a: np.ndarray) -> np.ndarray:
+    keep = np.arange(a.shape[-2]) == (2 * a.shape[-2]) // 3
+    return np.where(keep[:, None], 1.0 + a, 0.0)
+
+
+def _outliers(d: Draw) -> None:
+    def change(a: np.ndarray) -> np.ndarray:
+        return np.where(d.generator.random(a.shape) < 0.1, 1000 * a, a)
+
+    d.map(change, "value")
+    d.map(lambda a: np.where(d.generator.random(a.shape) < 0.1, 10 * a, a), *TOKENS)
+
+
+def _far(d: Draw) -> None:
+    d.map(lambda a: 30 * a, "routing")
+    d.map(lambda a: 8 * a, "query")
+    d.map(lambda a: 4 * a, "key")
+
+
+def _offset(d: Draw) -> None:
+    d.map(lambda a: a + 512.0, "routing", "mean")
+
+
+def _disjoint(d: Draw) -> None:
+    """Queries sit on the first mean and keys on the last, so that the denominator is about epsilon."""
+    for name in d.of("mean"):
+        mu = d.values[name]
+        mu[:, 0], mu[:, -1] = -2.5, 2.5 if mu.shape[1] > 1 else -2.5
+        for token, side in zip(d.of("routing"), (0, -1), strict=False):
+            d.values[token] = mu[None, :, side, None, :] + 0.1 * d.values[token]
+    d.fill(0.5, "log_variance")
+
+
+def _equal(d: Draw) -> None:
+    d.map(lambda a: np.broadcast_to(a[:, :, :1], a.shape).copy(), *TOKENS)
+
+
+def _integers(d: Draw) -> None:
+    d.map(np.round, *TOKENS, "value", "mean", "state", "mass")
+    d.fill(1.0, "decay")
+    d.scalar(1.0, "scale")
+
+
+def _mixed_decay(d: Draw) -> None:
+    d.map(lambda a: np.where(np.arange(a.shape[0]) % 2 == 0, 0.0, 1.0) + 0 * a, "decay")
+
+
+def _increasing(d: Draw) -> None:
+    d.map(lambda a: np.abs(a), "query")
+    d.map(lambda a: np.abs(a) + np.arange(a.shape[-2])[:, None], "key")
+
+
+def _identical(d: Draw) -> None:
+    d.map(lambda a: np.broadcast_to(a[:, :1], a.shape).copy(), "mean", "log_variance")
+
+
+def _floor(d: Draw) -> None:
+    d.fill(-20.0, "log_variance")
+    d.scalar(2.0**-7, "floor")
+
+
+GMA = frozenset({"log_variance"})
+DECAY = frozenset({"decay"})
+DOT = frozenset({"key"})
+
+REGIMES: dict[str, Regime] = {
+    "normal": Regime(lambda d: None, "standard normal values"),
+    "constant": Regime(lambda d: d.fill(1.0, "value"), "equal roundings add up; weights that do not sum to one show"),
+    "impulse": Regime(lambda d: d.map(_impulse, "value"), "one token matters: indexing", frozenset({"value"})),
+    "alternating": Regime(lambda d: d.map(_alternate, "value"), "sums that stagnate", frozenset({"value"})),
+    "outliers": Regime(_outliers, "a few large entries: rescaling", extreme=True),
+    "growing": Regime(lambda d: d.map(lambda a: _ramp(a, 20), "value"), "amplifies what leaks from later tokens"),
+    "fading": Regime(lambda d: d.map(lambda a: _ramp(a, -20), "value"), "amplifies what is left of earlier tokens"),
+    "large": Regime(lambda d: d.map(lambda a: 2.0**12 * a, "value"), "overflow in half precision", extreme=True),
+    "small": Regime(
+        lambda d: d.map(lambda a: 2.0**-12 * a, "value"), "absolute tolerances and underflow", extreme=True
+    ),
+    "equal": Regime(_equal, "all tokens alike: uniform weights", frozenset(TOKENS)),
+    "integers": Regime(_integers, "exactly representable sums, decay one", frozenset({"value", "routing"})),
+    "far": Regime(
+        _far, "logits below the exponential's range; missing maximum subtraction", frozenset(TOKENS), extreme=True
+    ),
+    "offset": Regime(_offset, "expanded squares cancel", GMA, extreme=True),
+    "disjoint": Regime(_disjoint, "queries and keys share no component: the denominator is epsilon", GMA, extreme=True),
+    "variances": Regime(lambda d: d.map(lambda a: 4 * a, "log_variance"), "log-determinant terms", GMA),
+    "priors": Regime(lambda d: d.map(lambda a: 12 * a, "logit"), "dead components, prior terms", GMA, extreme=True),
+    "floor": Regime(_floor, "the variance is its floor", GMA),
+    "identical": Regime(_identical, "all components alike", GMA),
+    "epsilon": Regime(lambda d: d.scalar(0.25, "epsilon"), "where epsilon is added", frozenset({"epsilon"})),
+    "no_decay": Regime(lambda d: d.fill(1.0, "decay"), "decay exactly one", DECAY),
+    "full_decay": Regime(_mixed_decay, "decay exactly zero beside exactly one", DECAY, extreme=True),
+    "strong_decay": Regime(
+        lambda d: d.fill(2.0**-8, "decay"), "exponentials overflow inside a chunk", DECAY, extreme=True
+    ),
+    "weak_decay": Regime(lambda d: d.fill(1 - 2.0**-9, "decay"), "long memory, state rounding", DECAY),
+    "scaled": Regime(lambda d: d.scalar(0.375, "scale"), "a scale that is not the default", frozenset({"scale"})),
+    "increasing": Regime(_increasing, "the running maximum moves at every key", DOT, extreme=True),
+    "negative": Regime(
+        lambda d: (d.map(lambda a: 20 * np.abs(a), "query"), d.map(lambda a: -8 * np.abs(a), "key"), None)[-1],
+        "all logits strongly negative: sentinels that are not -inf",
+        DOT,
+        extreme=True,
+    ),
+}

@@ -1,0 +1,3 @@
+from mixproof.verify.subjects.mutants import Mutant
+
+MUTANTS: tuple[Mutant, ...] = ()
