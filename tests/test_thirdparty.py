@@ -279,6 +279,16 @@ def test_sdpa_scales_by_the_inverse_root_of_the_head_dimension(backend: str) -> 
     assert torch.equal(BACKENDS[backend](q, k, v), BACKENDS[backend](q, k, v, scale=0.5))
 
 
+@pytest.mark.parametrize("V", [4, 7])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sdpa_of_transposed_inputs(backend: str, V: int) -> None:
+    x, arrays = attention_problem(9, 9, 4, V, "float32")
+    strided = [x[n].mT.contiguous().mT for n in "qkv"]
+    got = {"O": BACKENDS[backend](*strided, scale=0.7).double().numpy()}
+    want = attention64(arrays, 0.7, False)
+    assert exceeds(got, want, attention_bound(arrays, want, 0.7, False, "float32", False)) == {}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sdpa_without_keys_or_queries(backend: str) -> None:
     empty = BACKENDS[backend](torch.ones(1, 2, 3, 4), torch.ones(1, 2, 0, 4), torch.ones(1, 2, 0, 5))

@@ -30,6 +30,15 @@ OUTPUTS = ("O", "S", "Z")
 B, H, K, R, V = 2, 3, 5, 4, 6
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """These tensors are small: threads would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def wide(dtype):
     return dtype if dtype == torch.float64 else torch.float32
 

@@ -21,18 +21,21 @@ def rows(request) -> list[compiled.Resources]:
     return compiled.resources(request.param)
 
 
-def test_every_kernel_fits_in_every_configuration(rows):
+def test_every_kernel_is_compiled_in_every_configuration(rows):
     by_name: dict[str, set[str]] = {}
     for row in rows:
         by_name.setdefault(row.configuration, set()).add(row.kernel)
-        most = compiled.TARGETS[row.target][3]
-        assert (row.spill_stores, row.spill_loads, row.stack) == (0, 0, 0), row
-        assert 0 < row.registers <= 512 if row.target.startswith("gfx") else 0 < row.registers <= 255, row
-        assert row.shared <= most, row
-    # kernels without inputs in half precision are the same in all dtypes, and listed once
-    assert by_name["gma K64 R64 V64 float32"] == KERNELS
-    assert by_name["gma K64 R64 V64 bfloat16"] == KERNELS - {"_prefix_kernel"}
     assert len(by_name) == 5
+    assert by_name["gma K64 R64 V64 float32"] == by_name["gma K1 R1 V1 float32"] == KERNELS
+    # without inputs in the dtype a kernel is the same in all of them, and listed once
+    assert by_name["gma K64 R64 V64 bfloat16"] == KERNELS - {"_prefix_kernel"}
+
+
+def test_every_kernel_fits(rows):
+    for row in rows:
+        assert 0 < row.registers <= (512 if row.target.startswith("gfx") else 255), row
+        assert row.shared <= compiled.TARGETS[row.target][3], row
+        assert (row.spill_stores, row.spill_loads, row.stack) == (0, 0, 0), row
 
 
 def test_dot_products_are_in_full_float32(rows):
@@ -54,22 +57,22 @@ def greedy(x, y, n, BLOCK: tl.constexpr):
     block = tl.load(x + at)
     tl.store(y + at, tl.dot(block, block, input_precision="tf32") + block)
 
-x = torch.zeros(128, 128)
-(launch,) = compiled.recorded(lambda: greedy[(1,)](x, x, 128, 128, num_warps=1))
+x = torch.zeros(64, 64)
+(launch,) = compiled.recorded(lambda: greedy[(1,)](x, x, 64, 64, num_warps=1, maxnreg=64))
 row = compiled.compiled(launch, "sm_90")
 print(min(row.spill_stores, row.spill_loads, row.stack), row.shared, *row.matrix)
 """
 
 
 def test_what_is_measured_shows_when_it_is_wrong(tmp_path):
-    """A kernel of one warp with a tile too large for its registers, and a dot product in TF32."""
+    """A tile too large for the registers that it may use, and a dot product in TF32."""
     path = tmp_path / "greedy.py"
     path.write_text(GREEDY)
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     spilled, shared, *kinds = done.stdout.split()
     assert int(spilled) > 0
-    assert int(shared) >= 128 * 128 * 4
+    assert int(shared) >= 64 * 64 * 4
     assert any("tf32" in kind for kind in kinds)
 
 

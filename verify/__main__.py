@@ -1,13 +1,15 @@
-"""The command `mixproof`: check, replay, new, list. Exit codes are pytest's own: 0 holds, 1 broken, 3 our bug, 4 usage
-or adapter, 5 nothing was checked."""
+"""The command `mixproof`: check, replay, new, list. Exit codes are pytest's own: 0 holds, 1 broken, 2 interrupted,
+3 our bug, 4 usage or adapter, 5 nothing was checked."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mixproof.verify.errors import UsageError
 
@@ -15,86 +17,103 @@ if TYPE_CHECKING:
     from mixproof.verify.subject import Subject
     from mixproof.verify.verdict import Verdict
 
-USAGE = 4
+INTERRUPTED, BUG, USAGE = 2, 3, 4
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+DEVICES = {"auto": ("cpu", "cuda"), "cpu": ("cpu",), "cuda": ("cuda",)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code; messages for people go to stderr."""
-    arguments = _parser().parse_args(argv)
     try:
+        arguments = _parser().parse_args(argv)
         return arguments.run(arguments)
     except UsageError as error:
         print(f"mixproof: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
-        return 2
+        return INTERRUPTED
+    except BrokenPipeError:  # mixproof list | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+        print("mixproof: a bug of ours, please report it", file=sys.stderr)
+        return BUG
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Judge the implementations of one file."""
-    from mixproof.verify.cells import laws_for, load_file
+    """Judge the implementations of one file: those it declares with @implements, or FUNCTION taken as OPERATOR."""
+    from mixproof.verify.cells import laws_for
     from mixproof.verify.judge import PROFILES, judge
     from mixproof.verify.report import terminal
 
     start = time.time()
-    options = {"layout": arguments.layout, "dtypes": tuple(arguments.dtype or ["float32"])}
-    if arguments.chunk:
-        options["chunk"] = arguments.chunk
-    subjects = load_file(arguments.file, arguments.operator, **options)
+    if arguments.json:
+        _write_json(arguments.json, [])  # not only after the work that it cannot be written
+    subjects = _load(arguments, arguments.file)
     jobs = [(s, name) for s in subjects for name in laws_for(s.operator) if arguments.k in f"{s}/{name}"]
     if not jobs:
-        raise UsageError(f"-k {arguments.k} matches no cell of {arguments.file}")
+        raise UsageError(f"-k {arguments.k}: no cell of {arguments.file} has that in its name, OPERATOR/NAME/LAW")
     print(_header(arguments.profile, arguments.seed))
     for s in subjects:
-        print(f"{arguments.file}  {s.name}: {s.operator.name}, {' '.join(s.declaration.dtypes)}")
-    verdicts = []
-    for job in _progress(jobs):
-        verdicts.append(judge(*job, PROFILES[arguments.profile], arguments.seed))
-    return _report(verdicts, start, arguments.strict, arguments.json, terminal)
+        chunk = f", chunk {s.declaration.chunk}" if s.declaration.chunk else ""
+        print(f"{s.place}  {s.name}: {s.operator.name}, {' '.join(s.declaration.dtypes)}{chunk}")
+    print(flush=True)
+    verdicts: list[Verdict] = []
+    interrupted = False
+    try:
+        for job in _progress(jobs):
+            verdicts.append(judge(*job, PROFILES[arguments.profile], arguments.seed))
+            if objection := terminal.objection(verdicts[-1], arguments.strict):
+                print(objection + "\n", flush=True)
+                if arguments.exitfirst:
+                    break
+    except KeyboardInterrupt:
+        interrupted = True
+    print(terminal.summary(verdicts, time.time() - start, _width(), sys.stdout.isatty()))
+    if arguments.json:
+        _write_json(arguments.json, verdicts)
+    return INTERRUPTED if interrupted else terminal.exit_code(verdicts, arguments.strict)
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """Run one law on one case: `mixproof replay [FILE] 'CELL CASE'`."""
+    """Run one law on one case again: a token of ours, or of the implementations of FILE. The options are those of
+    `check`."""
     import dataclasses
 
-    from mixproof.verify.cells import entries, load_file
+    from mixproof.verify.cells import entries
     from mixproof.verify.judge import replay as judge_case
-    from mixproof.verify.report.terminal import exit_code
+    from mixproof.verify.report.terminal import exit_code, line
 
-    *file, token = arguments.words
-    cell, _, text = token.strip().partition(" ")
-    if cell.count("/") != 2:
-        raise UsageError(f"replay: {cell!r} is not OPERATOR/IMPLEMENTATION/LAW; quote the token as it was printed")
+    cell, _, text = arguments.token.strip().partition(" ")
     name, _, law = cell.rpartition("/")
-    if file:
-        # a function that was checked with --as is not declared in its file
-        operator = name.split("/")[0] if ":" in file[0] else None
-        subjects = {str(s): s for s in _declared(file[0], operator, text, load_file)}
+    if cell.count("/") != 2:
+        raise UsageError(f"TOKEN: {cell!r} is not OPERATOR/IMPLEMENTATION/LAW; quote the token as it was printed")
+    if arguments.file:
+        subjects = {str(s): s for s in _load(arguments, arguments.file)}
     else:
+        _only_with_as(arguments)
         subjects = {str(e): e for e in entries()}
     if name not in subjects:
-        raise UsageError(f"replay: no implementation {name}; there are {', '.join(subjects)}")
-    found = subjects[name]
-    subject = found if file else found.load()  # type: ignore[union-attr]
-    verdict = dataclasses.replace(judge_case(subject, law, text), replay=f"mixproof replay {' '.join(file)} '{token}'")
-    print(_one(verdict))
+        where = f" in {arguments.file}" if arguments.file else "; is it of a file? mixproof replay FILE TOKEN"
+        raise UsageError(f"TOKEN: no implementation {name}{where}; there are {', '.join(subjects)}")
+    found: Any = subjects[name]
+    if not arguments.file and (missing := found.missing()):
+        raise UsageError(f"TOKEN: {name} needs {missing}, which is not installed")
+    subject: Subject = found if arguments.file else found.load()
+    verdict = judge_case(subject, law, text)
+    print(line(dataclasses.replace(verdict, replay=f"{_command(subject)} {shlex.quote(arguments.token)}")))
     return exit_code([verdict])
 
 
-def _declared(spec: str, operator: str | None, text: str, load_file) -> list[Subject]:
-    from mixproof.verify.errors import AdapterError
-
-    try:
-        return load_file(spec)
-    except AdapterError:
-        if operator is None:
-            raise
-    dtype = next((w.split("=")[1] for w in text.split() if w.startswith("dtype=")), "float32")
-    return load_file(spec, operator, dtypes=(dtype,))
+def _command(subject: Subject) -> str:
+    return f"mixproof replay {subject.origin}".rstrip()
 
 
 def new(arguments: argparse.Namespace) -> int:
-    """Write an adapter with the operator's inputs filled in."""
+    """Write an adapter with the operator's inputs filled in: one line to edit, then `mixproof check` it."""
     from mixproof.verify.adapter import adapter
 
     print(adapter(arguments.operator), end="")
@@ -102,13 +121,13 @@ def new(arguments: argparse.Namespace) -> int:
 
 
 def list_all(arguments: argparse.Namespace) -> int:
-    """Operators with their forms, laws and implementations."""
+    """Operators with their inputs, forms, laws and implementations."""
     from mixproof.reference import OPERATORS
-    from mixproof.reference import operator as find_operator
     from mixproof.verify.cells import entries, laws_for
+    from mixproof.verify.declare import find
 
-    for name in OPERATORS:
-        op = find_operator(name)
+    for name in [arguments.operator] if arguments.operator else OPERATORS:
+        op = find(name)
         print(f"{name}\n  {op.summary}   [{op.source}]")
         shapes = [f"{x.name} ({' '.join(x.axes)})" if x.axes else x.name for x in op.inputs]
         print(f"  inputs           {', '.join(shapes)}")
@@ -122,37 +141,58 @@ def list_all(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _report(verdicts: list[Verdict], start: float, strict: bool, json: str | None, terminal) -> int:
-    print(terminal.matrix(verdicts, color=sys.stdout.isatty()))
-    for v in verdicts:
-        if v.status in ("fail", "error"):
-            print(terminal.failure(v) + "\n")
-    print(terminal.LEGEND)
-    if reasons := terminal.not_run(verdicts):
-        print("not run:\n" + reasons)
-    print(terminal.closing(verdicts, time.time() - start))
-    if json:
-        from mixproof.verify.report.json_file import write_json
+def _load(arguments: argparse.Namespace, file: str) -> list[Subject]:
+    """The implementations of a file; their replay commands repeat the options with which they were declared."""
+    from mixproof.verify.cells import load_file
 
-        write_json(json, verdicts)
-    return terminal.exit_code(verdicts, strict)
-
-
-def _one(verdict: Verdict) -> str:
-    from mixproof.verify.report.terminal import failure
-
-    if verdict.status in ("fail", "error"):
-        return failure(verdict)
-    if verdict.status == "pass":
-        return f"holds   {verdict.cell}   {verdict.ratio:.3g} x bound   {verdict.case}"
-    return f"{verdict.status}   {verdict.cell}   {verdict.why}"
+    if not arguments.operator:
+        _only_with_as(arguments)
+        return load_file(file)
+    given = _given(arguments)
+    words = [f"--as {arguments.operator}"] + [f"{flag} {shlex.quote(v)}" if v else flag for flag, v in given]
+    options: dict[str, Any] = {
+        "layout": arguments.layout or "B T H D",
+        "dtypes": tuple(arguments.dtype or ["float32"]),
+        "chunk": arguments.chunk,
+        "multiple_of": dict(_axis(word) for word in arguments.multiple_of or ()),
+        "gradients": not arguments.no_gradients,
+        "devices": DEVICES[arguments.device or "auto"],
+    }
+    return load_file(file, arguments.operator, " ".join([*words, shlex.quote(file)]), **options)
 
 
-def _progress(jobs: list):
+def _given(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """The options that describe a function, as given: (flag, value), the value empty for a switch."""
+    given = [("--layout", arguments.layout)] if arguments.layout else []
+    given += [("--dtype", d) for d in arguments.dtype or ()]
+    given += [("--chunk", str(arguments.chunk))] if arguments.chunk else []
+    given += [("--multiple-of", word) for word in arguments.multiple_of or ()]
+    given += [("--no-gradients", "")] if arguments.no_gradients else []
+    return given + ([("--device", arguments.device)] if arguments.device else [])
+
+
+def _only_with_as(arguments: argparse.Namespace) -> None:
+    if given := ([("--as", "")] if arguments.operator else []) + _given(arguments):
+        raise UsageError(f"{given[0][0]} describes FILE:FUNCTION --as OPERATOR; elsewhere @implements(...) says it")
+
+
+def _axis(word: str) -> tuple[str, int]:
+    axis, _, n = word.partition("=")
+    if not axis or not n.isdecimal() or int(n) < 1:
+        raise UsageError(f"--multiple-of {word}: expected AXIS=N, for example T=16")
+    return axis, int(n)
+
+
+def _progress(jobs: list[tuple[Subject, str]]) -> Iterator[tuple[Subject, str]]:
+    """The jobs, with a bar on a terminal; what is printed meanwhile appears above the bar."""
+    if not (sys.stderr.isatty() and sys.stdout.isatty()):
+        yield from jobs
+        return
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True, disable=not sys.stderr.isatty()) as bar:
+    with Progress(*columns, transient=True, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=len(jobs))
         for subject, law in jobs:
             bar.update(task, description=f"{subject}/{law}")
@@ -160,36 +200,78 @@ def _progress(jobs: list):
             bar.advance(task)
 
 
-def _header(profile: str, seed: int) -> str:
+def _write_json(path: str, verdicts: list[Verdict]) -> None:
+    from mixproof.verify.report.json_file import write_json
     from mixproof.verify.versions import versions
 
-    return "  ".join(f"{n} {v}" for n, v in versions().items()) + f"  profile {profile}  seed {seed}"
+    try:
+        write_json(path, verdicts, versions())
+    except OSError as error:
+        raise UsageError(f"--json {path}: {error.strerror}") from None
+
+
+def _width() -> int:
+    import shutil
+
+    return shutil.get_terminal_size().columns
+
+
+def _header(profile: str, seed: int) -> str:
+    from mixproof.verify.versions import header
+
+    return header(profile, seed)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """argparse would exit with 2, which is pytest's code for an interruption."""
+        raise UsageError(f"{message}   ({self.prog} --help)")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("mixproof", description="The correctness gate for sequence mixers.")
+    parser = _Parser("mixproof", description="The correctness gate for sequence mixers.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     c = commands.add_parser("check", help="judge the implementations in a file", description=check.__doc__)
     c.add_argument("file", metavar="FILE[:FUNCTION]")
-    c.add_argument("--as", dest="operator", metavar="OPERATOR", help="what FUNCTION computes (mixproof list)")
-    c.add_argument("--layout", default="B T H D", help='axes of token inputs with --as (default "B T H D")')
-    c.add_argument("--dtype", action="append", help="input dtype with --as (default float32); may be repeated")
-    c.add_argument("--chunk", type=int, help="its chunk size, with --as, so that lengths around it are tried")
-    c.add_argument("--profile", choices=("smoke", "ci", "nightly"), default="smoke")
-    c.add_argument("--seed", type=int, default=0)
+    _describing(c)
+    c.add_argument("--profile", choices=("smoke", "ci", "nightly"), default="smoke", help="how long to look")
+    c.add_argument("--seed", type=int, default=0, metavar="N", help="added to the seed of every case")
     c.add_argument("--strict", action="store_true", help="fail on undecided and not-run cells too")
     c.add_argument("--json", metavar="FILE", help="write the verdicts as JSON")
     c.add_argument("-k", default="", metavar="TEXT", help="only cells whose name contains TEXT")
+    c.add_argument("-x", "--exitfirst", action="store_true", help="stop at the first cell that fails")
     c.set_defaults(run=check)
     r = commands.add_parser("replay", help="run one law on one case again", description=replay.__doc__)
-    r.add_argument("words", nargs="+", metavar="[FILE] TOKEN")
+    r.add_argument("file", nargs="?", metavar="FILE[:FUNCTION]")
+    r.add_argument("token", metavar="TOKEN", help="as it was printed: 'OPERATOR/NAME/LAW CASE'")
+    _describing(r)
     r.set_defaults(run=replay)
     n = commands.add_parser("new", help="write an adapter for your implementation", description=new.__doc__)
-    n.add_argument("operator")
+    n.add_argument("operator", metavar="OPERATOR")
     n.set_defaults(run=new)
     li = commands.add_parser("list", help="operators, laws, implementations", description=list_all.__doc__)
+    li.add_argument("operator", nargs="?", metavar="OPERATOR", help="only this one")
     li.set_defaults(run=list_all)
     return parser
+
+
+def _describing(parser: argparse.ArgumentParser) -> None:
+    """Options that say of a function what @implements would."""
+    group = parser.add_argument_group("for a function that is not declared with @implements")
+    group.add_argument("--as", dest="operator", metavar="OPERATOR", help="what FUNCTION computes (mixproof list)")
+    group.add_argument("--layout", help='axes of token inputs (default "B T H D")')
+    group.add_argument("--dtype", action="append", choices=DTYPES, help="input dtype (default float32); repeatable")
+    group.add_argument("--chunk", type=_size, metavar="N", help="its chunk size, so that lengths around it are tried")
+    group.add_argument("--multiple-of", action="append", metavar="AXIS=N", help="sizes it needs; may be repeated")
+    group.add_argument("--no-gradients", action="store_true", help="autograd does not run through it")
+    group.add_argument("--device", choices=DEVICES, help="where it runs (default auto: the GPU if there is one)")
+
+
+def _size(text: str) -> int:
+    n = int(text)
+    if n < 1:
+        raise argparse.ArgumentTypeError(f"{n} is not a size")
+    return n
 
 
 if __name__ == "__main__":

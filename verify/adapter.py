@@ -2,63 +2,65 @@
 
 from __future__ import annotations
 
-from mixproof.reference import operator as find_operator
 from mixproof.reference.spec import Input
-from mixproof.verify.errors import UsageError
+from mixproof.verify.declare import find
 
-TEMPLATE = '''"""Adapter for MixProof. Run:  mixproof check THIS_FILE"""
+TEMPLATE = '''"""Adapter for MixProof. Edit the import below, then run:  mixproof check THIS_FILE"""
+
+from my_kernels import {function} as kernel  # <- your function
 
 from mixproof.verify import implements
 
 # {name}: {summary}
 # source: {source}
 #
+# Its inputs, with layout="B T H D"; leave out an optional one that your function does not take.
 {shapes}
+# It returns
+{outputs}
 #
-# returns {outputs}
+# Declare what holds for yours (help(implements) lists everything):
+#   layout="B H T D"                    the order of axes in token inputs and outputs
+#   dtypes=("float32", "bfloat16")      input dtypes{chunk_note}
+#   multiple_of={{"{T}": 16}}               sizes that it needs
+#   gradients=False                     autograd does not run through it
+#   requires=("triton",)                a kernel in Triton; devices=("cpu", "cuda") runs it on a GPU where there is one
 
 
-@implements("{name}", layout="B T H D", dtypes=("float32",){chunk})
+@implements("{name}", layout="B T H D", dtypes=("float32",))
 def mine({arguments}):
-    from my_kernels import {function}  # <- your code
-
-    return {function}({call})
+    return kernel({call})
 '''
+CHUNK_NOTE = "\n#   chunk=64                            its chunk size: lengths around it are tried"
 
 
 def adapter(name: str) -> str:
     """The text of an adapter. Raises UsageError for an unknown operator."""
-    try:
-        op = find_operator(name)
-    except KeyError as error:
-        raise UsageError(f"{error.args[0]} (mixproof list)") from None
-    shapes = "\n".join(f"#   {x.name:8s} {_shape(x)}" for x in op.inputs)
-    outputs = ", ".join(
-        f"{y.name} ({', '.join(('B', y.axes[0], 'H', *y.axes[1:]) if y.role == 'token' else ('B', 'H', *y.axes))})"
-        for y in op.outputs
-    )
+    op = find(name)
     return TEMPLATE.format(
         name=op.name,
         summary=op.summary,
         source=op.source,
-        shapes=shapes,
-        outputs=outputs,
-        arguments=", ".join(_argument(x) for x in op.inputs),
-        call=", ".join(x.name for x in op.inputs),
+        shapes="\n".join(f"#   {x.name:8s} {_shape(x)}" for x in op.inputs),
+        outputs="\n".join(f"#   {y.name:8s} ({', '.join(_axes(y.role, y.axes))})" for y in op.outputs),
+        T=op.token_axes[0],
+        arguments=", ".join(f"{x.name}={x.default!r}" if x.optional else x.name for x in op.inputs),
+        call=", ".join(f"{x.name}={x.name}" if x.optional else x.name for x in op.inputs),
         function=op.name.replace(".", "_"),
-        chunk=", chunk=64" if any(f.chunked for f in op.forms) else "",
+        chunk_note=CHUNK_NOTE if any(f.chunked for f in op.forms) else "",
     )
 
 
-def _argument(x: Input) -> str:
-    return f"{x.name}={x.default!r}" if x.optional else x.name
+def _axes(role: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+    if role == "token":
+        return ("B", axes[0], "H", *axes[1:])
+    return ("H", *axes) if role == "parameter" else ("B", "H", *axes)
 
 
 def _shape(x: Input) -> str:
-    if x.role == "token":
-        return f"(B, {x.axes[0]}, H, {x.axes[1]})"
-    if x.role == "parameter":
-        return f"({', '.join(('H', *x.axes))}{',' if not x.axes else ''})   one set per head"
+    if x.role == "scalar":
+        return f"number, default {x.default}" if x.domain != "flag" else f"True or False, default {x.default}"
+    shape = ", ".join(_axes(x.role, x.axes)) + ("," if x.role == "parameter" and not x.axes else "")
     if x.role == "state":
-        return f"({', '.join(('B', 'H', *x.axes))})   or None: initial state, continued by the output {x.carries}"
-    return f"number, default {x.default}"
+        return f"({shape}) or None: the initial state, which the output {x.carries} continues"
+    return f"({shape}), one set per head" if x.role == "parameter" else f"({shape})"

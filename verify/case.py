@@ -188,8 +188,11 @@ def atlas(domain: Domain, small: bool = False, extreme: bool = False) -> Iterato
             K, R, V = odd[(i + i // len(odd)) % len(odd)]
             B, H = heads[i % len(heads)]
             sizes = {"B": B, "H": H, "T": T, "S": max(1, T + (i % 3) - 1), "K": K, "R": R, "V": V, "D": R + 1}
-            state = ("random", *STATES)[(i + d) % (1 + len(STATES))]
-            fields = dict(dtype=dtype, parameters=parameters, regime=regime, state=state, flag=i % 2 == 0, seed=i)
+            # Of the extremes, `disjoint` needs a small state (a large one fills the denominator), `negative` the flag.
+            # The flag has no period that a law's selection of every second or fourth case could fall in step with.
+            state = ("random", *STATES)[(i + d + 2 * extreme) % (1 + len(STATES))]
+            flag = (i // 2 + i // 4 + extreme) % 2 == 0
+            fields = dict(dtype=dtype, parameters=parameters, regime=regime, state=state, flag=flag, seed=i)
             yield domain.case(sizes, **fields)
 
 

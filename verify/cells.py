@@ -7,10 +7,14 @@ collecting need neither torch nor triton. A cell is `operator/implementation/law
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
+import shlex
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -20,11 +24,11 @@ from typing import Any
 from mixproof.reference import OPERATORS
 from mixproof.reference import operator as find_operator
 from mixproof.reference.spec import Operator
-from mixproof.verify.declare import ATTRIBUTE, implements
+from mixproof.verify.declare import ATTRIBUTE, Declaration, implements
 from mixproof.verify.errors import AdapterError, UsageError
 from mixproof.verify.laws import LAWS
 from mixproof.verify.laws import law as find_law
-from mixproof.verify.subject import Subject
+from mixproof.verify.subject import Subject, first_line
 
 SUBJECTS = Path(__file__).parent / "subjects"
 FOLDERS = ("torch", "triton", "thirdparty")
@@ -115,47 +119,109 @@ def _keywords(call: ast.Call, dicts: dict[str, dict[str, ast.expr]]) -> dict[str
     return found
 
 
-def load_file(spec: str, operator: str | None = None, **options: Any) -> list[Subject]:
+def load_file(spec: str, operator: str | None = None, origin: str | None = None, **options: Any) -> list[Subject]:
     """The implementations in FILE, or FILE:FUNCTION taken as `operator` (no import of ours needed in the file).
 
-    Raises AdapterError naming the file if it is missing, does not import, or declares nothing."""
-    path, _, name = spec.partition(":")
-    module = _import(Path(path))
-    if name and operator:
-        function = getattr(module, name, None)
-        if not callable(function):
-            raise AdapterError(f"{path} has no function {name!r}")
-        setattr(function, ATTRIBUTE, ())
-        implements(operator, name=name, **options)(function)
-        functions = [function]
-    elif operator:
+    `origin` is what a replay command says instead of `spec`. Raises AdapterError naming the file if it is missing, does
+    not import, or declares nothing; UsageError for a FUNCTION that it does not have."""
+    path, name = _split(spec)
+    origin = shlex.quote(spec) if origin is None else origin
+    if operator and not name:
         raise UsageError(f"--as {operator}: say which function: {path}:FUNCTION")
-    else:
-        functions = [f for n, f in vars(module).items() if getattr(f, ATTRIBUTE, ()) and (not name or n == name)]
-        functions = list(dict.fromkeys(functions))
-    if not functions:
+    if operator:
+        declare = implements(operator, name=name, **options)  # before the import: it finds wrong options at once
+    module = _import(Path(path))
+    if name and not callable(getattr(module, name, None)):
+        near = get_close_matches(name, [n for n, f in vars(module).items() if callable(f)], n=1)
+        raise UsageError(f"{path} has no function {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    if operator:
+        function = getattr(module, name)
+        (declaration,) = getattr(declare(lambda: None), ATTRIBUTE)
+        if uses_triton(Path(path)):
+            declaration = dataclasses.replace(declaration, requires=(*declaration.requires, "triton"))
+        return [_subject(declaration, function, origin, spec)]
+    functions = [f for n, f in vars(module).items() if getattr(f, ATTRIBUTE, ()) and (not name or n == name)]
+    subjects = [_subject(d, f, origin, spec) for f in dict.fromkeys(functions) for d in getattr(f, ATTRIBUTE)]
+    if not subjects:
         hint = f"mixproof check {path}:{name or 'FUNCTION'} --as OPERATOR"
         raise AdapterError(f"{spec} declares no implementation; decorate one with @implements, or run {hint}")
-    return [Subject(d, f, origin=spec) for f in functions for d in getattr(f, ATTRIBUTE)]
+    distinct(subjects)
+    return subjects
+
+
+def distinct(subjects: Iterable[Subject]) -> dict[str, Subject]:
+    """Subjects by name. Raises AdapterError if two have the same: their cells could not be told apart."""
+    named: dict[str, Subject] = {}
+    for s in subjects:
+        if str(s) in named:
+            places = " and ".join(dict.fromkeys((named[str(s)].place, s.place)))
+            raise AdapterError(f"two implementations are called {s} ({places}); give one of them another name=")
+        named[str(s)] = s
+    return named
+
+
+def uses_triton(path: Path) -> bool:
+    """Whether a file imports Triton anywhere in it; without a GPU its kernels are interpreted."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        if any(n.split(".")[0] == "triton" for n in names):
+            return True
+    return False
+
+
+def _split(spec: str) -> tuple[str, str]:
+    """FILE and FUNCTION of FILE[:FUNCTION]; the colon of a drive is no separator."""
+    path, _, name = spec.rpartition(":")
+    return (path, name) if path and name.isidentifier() else (spec.removesuffix(":"), "")
+
+
+def _subject(declaration: Declaration, function: Any, origin: str, spec: str) -> Subject:
+    try:
+        return Subject(declaration, function, origin)
+    except AdapterError as error:
+        raise AdapterError(f"{spec}: {error}") from None
+    except (TypeError, ValueError):
+        raise AdapterError(
+            f"{spec}: the arguments of {declaration.name} cannot be read; write a function around it that names them"
+        ) from None
 
 
 def _import(path: Path) -> ModuleType:
     if not path.is_file():
         raise AdapterError(f"no such file: {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    path = path.resolve()
+    name = path.stem
+    if getattr(sys.modules.get(name), "__file__", None) == str(path):
+        return sys.modules[name]
+    while name in sys.modules:
+        name = f"_{name}"  # a kernel.py beside another one, a queue.py: nothing that is loaded is replaced
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise AdapterError(f"{path} is not a Python file")
+        raise AdapterError(f"{path.name} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    folder = str(path.resolve().parent)
+    folder = str(path.parent)
     sys.path.insert(0, folder)  # a kernel file may import its neighbours
-    sys.modules[path.stem] = module  # Triton finds a kernel's source through its module
+    sys.modules[name] = module  # Triton finds a kernel's source through its module
     try:
+        if importlib.util.find_spec("triton") and importlib.util.find_spec("torch") and uses_triton(path):
+            import_module("mixproof.verify.subjects.triton.interpreter").start()
         spec.loader.exec_module(module)
-    except AdapterError:
-        raise
-    except Exception as error:
-        text = str(error).strip().splitlines()
-        raise AdapterError(f"{path} does not import: {type(error).__name__}: {text[0] if text else ''}") from error
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        if isinstance(error, UsageError):
+            raise AdapterError(f"{path.name}: {error}") from None
+        where = _line_of(error, path)
+        raise AdapterError(f"{path.name}{where} does not import: {first_line(error)}") from error
     finally:
         sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)  # neighbours that it imports later, without hiding anything
     return module
+
+
+def _line_of(error: BaseException, path: Path) -> str:
+    """Where in the file it went wrong, as ":12"; nothing for a syntax error, whose text says so."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f":{lines[-1]}" if lines else ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mixproof.reference import operator as find_operator
+from mixproof.reference.spec import Operator
 from mixproof.verify.arithmetic import DTYPES, UNIT, Arithmetic, natural
 from mixproof.verify.errors import AdapterError
 
@@ -58,6 +60,16 @@ class Declaration:
         if self.parameters:
             return dtype if self.parameters == "input" else self.parameters
         return dtype if dtype == "float64" else "float32"
+
+
+def find(name: str) -> Operator:
+    """The operator called `name`. Raises AdapterError for an unknown one, with the nearest known name."""
+    if not isinstance(name, str):
+        raise AdapterError(f'operator: expected a name, as in @implements("retention"), not {name!r}')
+    try:
+        return find_operator(name)
+    except KeyError as error:
+        raise AdapterError(f"{error.args[0]} (mixproof list)") from None
 
 
 def implements(
@@ -114,10 +126,7 @@ def implements(
 
     Raises AdapterError for an unknown operator or a value outside the lists above.
     """
-    try:
-        spec = find_operator(operator)
-    except KeyError as error:
-        raise AdapterError(f"{error.args[0]} (mixproof list)") from None
+    spec = find(operator)
     kinds = tuple(SHORT.get(d, d) for d in ((dtypes,) if isinstance(dtypes, str) else tuple(dtypes)))
     _one_of("dtypes", kinds, DTYPES)
     _one_of("dot", (dot,), (None, "input", *UNIT))
@@ -128,10 +137,25 @@ def implements(
     _one_of("cost", (cost,), (None, "linear", "quadratic"))
     _one_of("strides", (strides,), ("any", "last"))
     _one_of("framework", (framework,), ("torch", "numpy"))
+    if not isinstance(layout, str):
+        raise AdapterError(f'layout: expected a string such as "B T H D", not {layout!r}')
     _one_of("layout axes", tuple(layout.split()), LAYOUT_AXES)
     if not {"T", "D"} <= set(layout.split()) or len(set(layout.split())) != len(layout.split()):
         raise AdapterError(f'layout "{layout}" must name T and D once, and may name B and H')
     known = {x.name for x in spec.inputs}
+    if name is not None and not re.fullmatch(r"[^\s/']+", name):
+        raise AdapterError(
+            f"name: {name!r} has a space, a slash or a quote, or is empty; it is part of OPERATOR/NAME/LAW"
+        )
+    axes = ("B", "H", *spec.dimensions)
+    for what, rule in (("multiple_of", multiple_of), ("at_least", at_least)):
+        for axis, n in (rule or {}).items():
+            if axis not in axes:
+                raise AdapterError(f"{what} names {axis!r}; {operator} has the axes {', '.join(axes)}")
+            _size(f"{what}[{axis!r}]", n, at_least=0 if what == "at_least" else 1)
+    for what, n in (("chunk", chunk), *(("chunks", n) for n in chunks)):
+        if n is not None:
+            _size(what, n)
     for argument in fixed or {}:
         if argument not in known:
             raise AdapterError(f"fixed names {argument!r}; {operator} has the inputs {', '.join(sorted(known))}")
@@ -172,3 +196,8 @@ def _one_of(what: str, values: tuple[Any, ...], allowed: tuple[Any, ...]) -> Non
     for value in values:
         if value not in allowed:
             raise AdapterError(f"{what}: {value!r} is not one of {', '.join(str(a) for a in allowed if a)}")
+
+
+def _size(what: str, n: Any, at_least: int = 1) -> None:
+    if not isinstance(n, int) or isinstance(n, bool) or n < at_least:
+        raise AdapterError(f"{what}: expected an integer >= {at_least}, not {n!r}")

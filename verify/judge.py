@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mixproof.verify.because import because
 from mixproof.verify.case import Case, Domain, cases, smaller
 from mixproof.verify.errors import SubjectError, UsageError
 from mixproof.verify.laws import law as find_law
-from mixproof.verify.laws.law import Law
+from mixproof.verify.laws.law import Law, few
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence, Verdict, Where
 
@@ -22,18 +23,20 @@ SHRINK_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Profile:
-    """How long to look. `examples`: random cases for a law of search weight one; `small`: the short atlas only."""
+    """How long to look. `examples`: random cases for a law of search weight one; `small`: the short atlas only, and
+    of a slow implementation only the core laws; `slow_cases`: how many of the atlas's cases a slow one gets."""
 
     name: str
     examples: int
     small: bool = False
+    slow_cases: int = 4
     derandomise: bool = True
 
 
 PROFILES = {
-    "smoke": Profile("smoke", 0, small=True),
+    "smoke": Profile("smoke", 0, small=True, slow_cases=2),
     "ci": Profile("ci", 12),
-    "nightly": Profile("nightly", 400, derandomise=False),
+    "nightly": Profile("nightly", 400, slow_cases=1000, derandomise=False),
 }
 
 
@@ -67,7 +70,9 @@ def judge(subject: Subject, law_name: str, profile: Profile, seed: int = 0) -> V
         raise
     except Exception:
         verdict = Verdict(cell, "error", why=traceback.format_exc(limit=-6))
-    return dataclasses.replace(verdict, statement=law.statement, seconds=time.perf_counter() - start)
+    withheld = "" if verdict.status in ("not run", "not applicable", "error") else subject.withheld()
+    seconds = time.perf_counter() - start
+    return dataclasses.replace(verdict, statement=law.statement, withheld=withheld, seconds=seconds)
 
 
 def evaluate(subject: Subject, law: Law, case: Case) -> Outcome:
@@ -87,11 +92,11 @@ def evaluate(subject: Subject, law: Law, case: Case) -> Outcome:
 
 
 def _judge(subject: Subject, law: Law, profile: Profile, seed: int, cell: str) -> Verdict:
-    if reason := subject.unavailable() or law.reason_not(subject):
-        return Verdict(cell, "not run", why=reason)
+    if verdict := _set_aside(subject, law, cell):
+        return verdict
+    if profile.small and subject.slow and not law.core:
+        return Verdict(cell, "not run", why="a slow implementation: profiles ci and nightly judge this law")
     domain = subject.domain()
-    if not domain.dtypes:
-        return Verdict(cell, "not run", why=f"no trusted dtype among {', '.join(subject.declaration.dtypes)}")
     outcomes: list[Outcome] = []
     broken = None
     for case in _cases(subject, law, domain, profile):
@@ -101,7 +106,7 @@ def _judge(subject: Subject, law: Law, profile: Profile, seed: int, cell: str) -
             broken = outcome
             break
     if broken is None and law.search and profile.examples:
-        count = max(1, int(law.search * profile.examples / (4 if subject.declaration.slow else 1)))
+        count = max(1, int(law.search * profile.examples / (4 if subject.slow else 1)))
         found = search(subject, law, domain, count, profile.derandomise, outcomes)
         broken = found
     tried = len(outcomes)
@@ -120,10 +125,20 @@ def _judge(subject: Subject, law: Law, profile: Profile, seed: int, cell: str) -
     return Verdict(cell, "pass", worst.ratio, bitwise, cases=tried, vacuous=vacuous, case=str(worst.case))
 
 
+def _set_aside(subject: Subject, law: Law, cell: str) -> Verdict | None:
+    """The verdict on a cell that is not judged: this machine cannot, or the law does not apply anywhere."""
+    if reason := subject.unavailable():
+        return Verdict(cell, "not run", why=reason)
+    if reason := law.reason_not(subject):
+        return Verdict(cell, "not applicable", why=reason)
+    return None if subject.domain().dtypes else Verdict(cell, "not run", why=subject.withheld())
+
+
 def _cases(subject: Subject, law: Law, domain: Domain, profile: Profile) -> Iterator[Case]:
-    small = profile.small or subject.declaration.slow
+    slow = subject.slow
+    cases = law.plan(domain, profile.small or slow)
     seen = set()
-    for case in law.plan(domain, small):
+    for case in few(cases, profile.slow_cases) if slow else cases:
         if case not in seen:
             seen.add(case)
             yield case
@@ -145,7 +160,7 @@ def search(
         phases=(Phase.generate, Phase.target),
         suppress_health_check=list(HealthCheck),
     )
-    @given(cases(domain, subject.declaration.slow, law.extreme))
+    @given(cases(domain, subject.slow, law.extreme))
     def run(case: Case) -> None:
         if found:
             return
@@ -180,6 +195,9 @@ def _failure(
     subject: Subject, law: Law, domain: Domain, broken: Outcome, cell: str, tried: int, vacuous: int
 ) -> Verdict:
     where = "" if broken.worst is None else str(Where.worst(broken.worst))
+    why = broken.message
+    if broken.worst is not None and not why:
+        why = because(law, broken.worst, subject.declaration.arithmetic(broken.case.dtype))
     return Verdict(
         cell,
         "fail",
@@ -191,7 +209,7 @@ def _failure(
         context=_context(subject, law, domain, broken),
         where=where,
         equals="" if broken.message else diagnose(subject, law, broken.case),
-        why=broken.message,
+        why=why,
         replay=f"mixproof replay {subject.origin + ' ' if subject.origin else ''}'{cell} {broken.case}'",
     )
 
@@ -253,8 +271,8 @@ def replay(subject: Subject, law_name: str, text: str) -> Verdict:
     except KeyError as error:
         raise UsageError(str(error.args[0])) from None
     cell = f"{subject}/{law.name}"
-    if reason := subject.unavailable() or law.reason_not(subject):
-        return Verdict(cell, "not run", why=reason)
+    if verdict := _set_aside(subject, law, cell):
+        return verdict
     outcome = evaluate(subject, law, parse(subject.operator.name, text))
     if outcome.broken:
         verdict = _failure(subject, law, subject.domain(), outcome, cell, 1, outcome.vacuous)

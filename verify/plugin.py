@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,8 +16,10 @@ if TYPE_CHECKING:
     from mixproof.verify.subject import Subject
     from mixproof.verify.verdict import Verdict
 
-PROPERTY = "mixproof"
-USAGE = 4
+FOLDER = Path(__file__).resolve().parent
+SOURCES = pytest.StashKey[dict[str, Any]]()  # implementations by name, loaded or not
+LOADED = pytest.StashKey[dict[str, Any]]()  # loaded ones, or why they could not be
+VERDICT = pytest.StashKey[str]()  # of a test, as JSON
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,78 +43,83 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[START] = time.time()
-    config.stash[ENTRIES] = None
+    config.stash[LOADED] = {}
+    config.pluginmanager.register(Verdicts(config), "mixproof-verdicts")
+    # here, where an error still ends the run with pytest's code for usage
+    if config.getoption("--mixproof-subjects") and not config.option.help:
+        if not _ours(config):
+            raise pytest.UsageError("--mixproof-subjects: add --pyargs mixproof.verify, so that the gate runs")
+        config.stash[SOURCES] = _user_subjects(config)
+    if path := config.getoption("--mixproof-json"):
+        _write_json(path, [])
 
 
-START = pytest.StashKey[float]()
-ENTRIES = pytest.StashKey[Any]()
-LOADED = pytest.StashKey[dict]()
+def _user_subjects(config: pytest.Config) -> dict[str, Subject]:
+    from mixproof.verify.cells import distinct, load_file
+    from mixproof.verify.errors import UsageError
+
+    try:
+        return distinct(s for file in config.getoption("--mixproof-subjects") for s in load_file(file))
+    except UsageError as error:
+        raise pytest.UsageError(f"--mixproof-subjects: {error}") from None
+
+
+def _ours(config: pytest.Config) -> bool:
+    """Whether this run was pointed at the gate."""
+    words = [str(word).split("::")[0] for word in config.args]
+    places = [Path(config.invocation_params.dir, word) for word in words]
+    return any(word.split(".")[:2] == ["mixproof", "verify"] for word in words) or any(
+        place.name == "test_gate.py" or (place / "test_gate.py").is_file() or FOLDER == place.resolve()
+        for place in places
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if not _ours(config):
+        return None
+    from mixproof.verify.versions import header
+
+    return header(config.getoption("--mixproof-profile"), config.getoption("--mixproof-seed"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "mixproof_cell" not in metafunc.fixturenames:
         return
-    from mixproof.verify.laws import LAWS
-
-    cells = sorted(_cells(metafunc.config), key=lambda cell: _order(cell, list(LAWS)))
+    cells = _cells(metafunc.config)
     # cells of one operator and law share oracle values: xdist's loadgroup keeps them on one worker
-    marks = [pytest.mark.xdist_group(cell.split("/")[0] + cell.split("/")[2]) for cell in cells]
-    known = metafunc.config.pluginmanager.hasplugin("xdist")
-    metafunc.parametrize(
-        "mixproof_cell", [pytest.param(c, id=c, marks=m if known else ()) for c, m in zip(cells, marks, strict=True)]
-    )
-
-
-def _order(cell: str, laws: list[str]) -> tuple[Any, ...]:
-    from mixproof.reference import OPERATORS
-
-    operator, _, law = cell.split("/")
-    return list(OPERATORS).index(operator), laws.index(law)
+    marked = metafunc.config.pluginmanager.hasplugin("xdist")
+    groups = [pytest.mark.xdist_group(f"{c.split('/')[0]}/{c.split('/')[2]}") if marked else () for c in cells]
+    metafunc.parametrize("mixproof_cell", [pytest.param(c, id=c, marks=g) for c, g in zip(cells, groups, strict=True)])
 
 
 def _cells(config: pytest.Config) -> list[str]:
     from mixproof.reference import operator as find_operator
     from mixproof.verify.cells import entries, laws_for
-    from mixproof.verify.errors import UsageError
 
-    files = config.getoption("--mixproof-subjects")
-    try:
-        sources = _user_subjects(config) if files else {str(e): e for e in entries()}
-    except UsageError as error:
-        raise pytest.UsageError(f"--mixproof-subjects: {error}") from None
-    config.stash[ENTRIES] = sources
-    return [f"{name}/{law}" for name in sources for law in laws_for(find_operator(name.split("/")[0]))]
+    if SOURCES not in config.stash:
+        config.stash[SOURCES] = {str(e): e for e in entries()}
+    sources = config.stash[SOURCES]
+    return sorted((f"{s}/{law}" for s in sources for law in laws_for(find_operator(s.split("/")[0]))), key=_order)
 
 
-def _user_subjects(config: pytest.Config) -> dict[str, Subject]:
-    from mixproof.verify.cells import load_file
+def _order(cell: str) -> tuple[int, int]:
+    """Operators, then laws, as their tables list them; implementations stay as they came."""
+    from mixproof.reference import OPERATORS
+    from mixproof.verify.laws import LAWS
 
-    subjects: dict[str, Subject] = {}
-    for file in config.getoption("--mixproof-subjects"):
-        for subject in load_file(file):
-            if str(subject) in subjects:
-                raise pytest.UsageError(f"two implementations are called {subject}; give one another name=")
-            subjects[str(subject)] = subject
-    return subjects
+    operator, _, law = cell.split("/")
+    return list(OPERATORS).index(operator), list(LAWS).index(law)
 
 
-@pytest.fixture
-def mixproof_judge(request: pytest.FixtureRequest) -> Any:
-    """Judges a cell, attaches the verdict to the report, and fails the test if the law is broken."""
+def judge_cell(request: pytest.FixtureRequest, cell: str) -> tuple[Verdict, str]:
+    """The verdict on a cell, which is attached to its test, and why it fails the run, or nothing."""
+    from mixproof.verify.report.terminal import objection
 
-    def run(cell: str) -> Verdict:
-        verdict = _judge(request.config, cell)
-        request.node.user_properties.append((PROPERTY, json.dumps(verdict.as_dict())))
-        strict = request.config.getoption("--mixproof-strict")
-        if verdict.status in ("fail", "error") or (strict and verdict.status in ("undecided", "not run")):
-            from mixproof.verify.report.terminal import failure
-
-            text = failure(verdict) if verdict.status in ("fail", "error") else f"{verdict.status}: {verdict.why}"
-            pytest.fail(text, pytrace=False)
-        return verdict
-
-    return run
+    config, verdict = request.config, _judge(request.config, cell)
+    request.node.stash[VERDICT] = json.dumps(verdict.as_dict())
+    data = verdict.as_dict()
+    request.node.user_properties += [(name, data[name]) for name in ("ratio", "cases", "case") if name in data]
+    return verdict, objection(verdict, config.getoption("--mixproof-strict"))
 
 
 def _judge(config: pytest.Config, cell: str) -> Verdict:
@@ -118,82 +127,88 @@ def _judge(config: pytest.Config, cell: str) -> Verdict:
     from mixproof.verify.verdict import Verdict
 
     name, _, law = cell.rpartition("/")
-    source = config.stash[ENTRIES][name]
-    loaded = config.stash.setdefault(LOADED, {})
-    if name not in loaded and hasattr(source, "load"):
-        missing = source.missing()
-        loaded[name] = f"{missing} is not installed" if missing else source.load()
-    subject = loaded.get(name, source)
-    if isinstance(subject, str):
-        return Verdict(cell, "not run", why=subject)
+    loaded = config.stash[LOADED]
+    if name not in loaded:
+        source = config.stash[SOURCES][name]
+        loaded[name] = _load(source) if hasattr(source, "load") else source
+    if isinstance(loaded[name], str):
+        return Verdict(cell, "not run", why=loaded[name])
     profile = PROFILES[config.getoption("--mixproof-profile")]
-    return judge(subject, law, profile, config.getoption("--mixproof-seed"))
+    return judge(loaded[name], law, profile, config.getoption("--mixproof-seed"))
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
-    if not _ours(config):
-        return None
-    from mixproof.verify.versions import versions
-
-    found = "  ".join(f"{name} {version}" for name, version in versions().items())
-    profile, seed = config.getoption("--mixproof-profile"), config.getoption("--mixproof-seed")
-    return f"{found}  profile {profile}  seed {seed}"
-
-
-def _ours(config: pytest.Config) -> bool:
-    """Whether this run was pointed at the gate."""
-    words = [str(a) for a in config.args]
-    return bool(config.getoption("--mixproof-subjects")) or any(
-        "mixproof" in w or w.rstrip("/").split("/")[-1].startswith(("verify", "test_gate")) for w in words
-    )
+def _load(entry: Any) -> Subject | str:
+    """An implementation of ours; or why it cannot be imported here."""
+    if missing := entry.missing():
+        return f"{missing} is not installed"
+    try:
+        return entry.load()
+    except (ImportError, RuntimeError) as error:
+        return f"{entry.module.removeprefix('mixproof.')} does not import: {error}"
 
 
-def _verdicts(terminalreporter: Any) -> list[Verdict]:
-    from mixproof.verify.laws import LAWS
-    from mixproof.verify.verdict import Verdict
-
-    found = []
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            for name, value in getattr(report, "user_properties", ()):
-                if name == PROPERTY and getattr(report, "when", "") == "call":
-                    data = json.loads(value)
-                    fields = {f.name for f in dataclasses.fields(Verdict)}
-                    known = {k: v for k, v in data.items() if k in fields}
-                    found.append(Verdict(**known | {"ratio": float(data["ratio"])}))
-    return sorted(found, key=lambda v: (*_order(v.cell, list(LAWS)), v.subject))
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """The verdict travels on the report, which is all that xdist brings home."""
+    report = yield
+    if report.when == "call" and VERDICT in item.stash:
+        report.mixproof = item.stash[VERDICT]
+    return report
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    verdicts = _verdicts(terminalreporter)
-    if not verdicts:
-        return
-    from mixproof.verify.report import terminal
+class Verdicts:
+    """Collects the verdicts of a run and reports them when all else was said."""
 
-    write = terminalreporter.write_line
-    terminalreporter.section("mixproof", sep="=")
-    color = terminalreporter.hasmarkup
-    write(terminal.matrix(verdicts, terminalreporter._tw.fullwidth, color))
-    write(terminal.LEGEND)
-    if reasons := terminal.not_run(verdicts):
-        write("not run:")
-        write(reasons)
-    write(terminal.closing(verdicts, time.time() - config.stash[START]))
-    if path := config.getoption("--mixproof-json"):
-        from mixproof.verify.report.json_file import write_json
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.start = time.time()
+        self.received: dict[str, str] = {}  # by test, as JSON
 
-        write_json(path, verdicts)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if data := getattr(report, "mixproof", None):
+            self.received[report.nodeid] = data
 
+    def verdicts(self) -> list[Verdict]:
+        """In the order of the tables, whatever order xdist's workers finished in."""
+        from mixproof.verify.verdict import Verdict
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """pytest exits with 0 when everything was skipped; a gate must not."""
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or hasattr(session.config, "workerinput"):
-        return
-    verdicts = _verdicts(reporter)
-    if verdicts and exitstatus in (0, 1):
+        fields = {f.name for f in dataclasses.fields(Verdict)}
+        found = [json.loads(data) for data in self.received.values()]
+        found = [
+            Verdict(**{k: v for k, v in data.items() if k in fields} | {"ratio": float(data["ratio"])})
+            for data in found
+        ]
+        return sorted(found, key=lambda v: (*_order(v.cell), v.subject))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: Any) -> Generator[None]:
+        yield  # failures, pytest's short summary
+        if self.received:
+            from mixproof.verify.report.terminal import summary
+
+            terminalreporter.section("mixproof")
+            width, color = terminalreporter._tw.fullwidth, terminalreporter.hasmarkup
+            terminalreporter.write_line(summary(self.verdicts(), time.time() - self.start, width, color))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """pytest exits with 0 when everything was skipped, and with 1 for a bug of ours; a gate must not."""
+        if not self.received or hasattr(self.config, "workerinput"):
+            return
         from mixproof.verify.report.terminal import exit_code
 
-        code = exit_code(verdicts, session.config.getoption("--mixproof-strict"))
-        session.exitstatus = code if exitstatus == 0 or code == 3 else exitstatus
+        code = exit_code(self.verdicts(), self.config.getoption("--mixproof-strict"))
+        if exitstatus == pytest.ExitCode.OK or (exitstatus == pytest.ExitCode.TESTS_FAILED and code in (3, 5)):
+            session.exitstatus = code
+        if path := self.config.getoption("--mixproof-json"):
+            _write_json(path, self.verdicts())
+
+
+def _write_json(path: str, verdicts: list[Verdict]) -> None:
+    from mixproof.verify.report.json_file import write_json
+    from mixproof.verify.versions import versions
+
+    try:
+        write_json(path, verdicts, versions())
+    except OSError as error:
+        raise pytest.UsageError(f"--mixproof-json {path}: {error.strerror}") from None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,6 +63,12 @@ class Subject:
     def __str__(self) -> str:
         return f"{self.operator.name}/{self.name}"
 
+    @property
+    def place(self) -> str:
+        """Where it is written: gate.py:12."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else self.name
+
     @cached_property
     def framework(self) -> Any:
         return import_module(f"mixproof.verify.subjects.boundary_{self.declaration.framework}")
@@ -67,6 +76,11 @@ class Subject:
     @property
     def stateful(self) -> bool:
         return bool(self.operator.state) and all(x.name in self.takes for x in self.operator.state)
+
+    @property
+    def slow(self) -> bool:
+        """Fewer cases: declared so, or a Triton kernel that runs through the interpreter."""
+        return self.declaration.slow or self.framework.interpreted(self.declaration)
 
     @property
     def differentiable(self) -> bool:
@@ -81,6 +95,12 @@ class Subject:
             if importlib.util.find_spec(module) is None:
                 return f"{module} is not installed"
         return self.framework.unavailable(self.declaration)
+
+    def withheld(self) -> str:
+        """Which declared dtypes are not judged on this machine, and why; or nothing."""
+        trusted = self.framework.trusted_dtypes(self.declaration)
+        left_out = ", ".join(d for d in self.declaration.dtypes if d not in trusted)
+        return self.framework.WITHHELD.format(left_out) if left_out else ""
 
     def domain(self, profile_dtypes: tuple[str, ...] = ()) -> Domain:
         """The cases that it supports."""
@@ -131,14 +151,11 @@ class Subject:
         """Call it. Raises SubjectError if it raises, or returns what is not the operator's output."""
         options = {"chunk": chunk} if chunk and self.takes_chunk else {}
         try:
-            result = self.function(**native, **options)
-        except Exception as error:
+            with quiet():
+                result = self.function(**native, **options)
+        except (Exception, SystemExit) as error:
             sizes = ", ".join(f"{a}={n}" for a, n in self.sizes(native).items())
-            first = next(iter(str(error).strip().splitlines()), "")
-            raise SubjectError(
-                f"{self.name} raised at {sizes}: {type(error).__name__}: {first}. "
-                f'If that is its contract, declare it: multiple_of={{"T": 16}} or at_least={{"T": 1}}'
-            ) from error
+            raise SubjectError(f"{self.name} raised at {sizes}: {first_line(error)}. {_advice(error)}") from error
         result = result if isinstance(result, (tuple, list)) else (result,)
         outputs = self.operator.outputs
         if not 1 <= len(result) <= len(outputs):
@@ -146,11 +163,20 @@ class Subject:
             raise SubjectError(f"{self.name} returned {len(result)} results; {self.operator.name} has {names}")
         named = {y.name: value for y, value in zip(outputs, result, strict=False) if value is not None}
         sizes = self.sizes(native)
+        given = next(native[x.name] for x in self.operator.inputs if x.role == "token" and x.name in native)
         for y in outputs:
             if y.name not in named:
+                if y.role == "token":
+                    raise SubjectError(f"{self.name} returned None for {y.name}; expected a tensor")
                 continue
-            if not self.framework.is_floating(named[y.name]):
-                raise SubjectError(f"{self.name} returned {y.name} as {self.framework.describe(named[y.name])}")
+            value = named[y.name]
+            if not self.framework.is_floating(value):
+                what = self.framework.describe(value)
+                raise SubjectError(f"{self.name} returned {y.name} as {what}; expected a floating-point tensor")
+            if y.role == "token" and self.declaration.framework == "torch" and value.dtype != given.dtype:
+                raise SubjectError(
+                    f"{self.name} returned {y.name} in {value.dtype}; expected {given.dtype}, as its inputs"
+                )
             lead = ("B", "H") if y.role == "state" else ()
             axes = (*lead, *y.axes) if y.role == "state" else self.token_axes(y.axes)
             want = tuple(sizes[a] for a in axes if a in sizes)
@@ -223,3 +249,23 @@ class Subject:
     @property
     def _missing(self) -> tuple[str, ...]:
         return tuple(a for a in CANONICAL if a not in self.layout)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Implementations under test may warn as they like: that is no verdict, not even where warnings are errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line, without a full stop."""
+    text = next(iter(str(error).strip().splitlines()), "").rstrip(". ")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _advice(error: BaseException) -> str:
+    if "cannot be accessed from Triton" in str(error):
+        return 'A kernel in Triton declares requires=("triton",), and devices=("cpu", "cuda") if it runs on a GPU too'
+    return 'If that is its contract, declare multiple_of={"T": 16} or at_least={"T": 1}'

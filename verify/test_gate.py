@@ -2,8 +2,12 @@
 
 import pytest
 
+from mixproof.verify.plugin import judge_cell
 
-def test_law(mixproof_cell, mixproof_judge):
-    verdict = mixproof_judge(mixproof_cell)
-    if verdict.status == "not run":
-        pytest.skip(verdict.why)
+
+def test_law(mixproof_cell, request):
+    verdict, objection = judge_cell(request, mixproof_cell)
+    if objection:
+        pytest.fail(objection, pytrace=False)
+    if verdict.status in ("not run", "not applicable"):
+        pytest.skip(f"{verdict.status}: {verdict.why}")

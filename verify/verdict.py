@@ -75,22 +75,26 @@ class Where:
         got, want = np.asarray(evidence.got, dtype=float), np.asarray(evidence.want, dtype=float)
         return Where(evidence.label, index, evidence.axes, float(got[index]), float(want[index]), float(bound[index]))
 
+    @property
+    def place(self) -> str:
+        return f"{self.label}[{', '.join(map(str, self.index))}]" if self.index else self.label
+
     def __str__(self) -> str:
-        place = f"{self.label}[{', '.join(map(str, self.index))}]" if self.index else self.label
         bound = f"bound {self.bound:.2g}" if self.bound else "bound 0 (must be bit-equal)"
         error = abs(self.got - self.want)
         names = f"   ({', '.join(self.axes)})" if self.axes and len(self.axes) == len(self.index) else ""
-        return f"{place}{names}   got {self.got:.6g}   want {self.want:.6g}   |error| {error:.2g}   {bound}"
+        return f"{self.place}{names}   got {self.got:.6g}   want {self.want:.6g}   |error| {error:.2g}   {bound}"
 
 
-STATUSES = ("pass", "fail", "undecided", "not run", "error")
+STATUSES = ("pass", "fail", "undecided", "not run", "not applicable", "error")
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What the judge decided about one cell, operator/implementation/law.
 
-    `status` is pass, fail, undecided, not run, or error (a bug of ours). `ratio` is the worst error / bound."""
+    `status` is pass, fail, undecided, not run (this machine cannot), not applicable (no machine would), or error (a bug
+    of ours). `ratio` is the worst error / bound. `withheld` says which declared dtype was left out, and why."""
 
     cell: str
     status: str
@@ -104,6 +108,7 @@ class Verdict:
     where: str = ""
     equals: str = ""
     why: str = ""
+    withheld: str = ""
     replay: str = ""
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)

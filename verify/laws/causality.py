@@ -51,4 +51,6 @@ def plan(domain: Domain, small: bool) -> Iterator[Case]:
     return few(atlas(domain, small), 5 if small else 16)
 
 
-LAW = Law("causality", "outputs at i depend on j <= i only", "bitwise", check, needs_causal, plan=plan, search=0.4)
+LAW = Law(
+    "causality", "outputs at i depend on j <= i only", "bitwise", check, needs_causal, plan=plan, search=0.4, core=True
+)

@@ -1,9 +1,12 @@
-"""The same inputs give the same bits, also after a call with other inputs and other scalars."""
+"""The same inputs give the same bits, also after a call with other inputs and other scalars; and that call itself, of
+the same shapes, is within its tolerance: nothing compiled or cached for a shape may keep the scalars of the first."""
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from mixproof.verify.case import Case, Domain, atlas
-from mixproof.verify.laws.law import Law, axes_of, few
+from mixproof.verify.laws.law import Law, against, axes_of, expect, few
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
 
@@ -13,13 +16,14 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     first, again = subject.run(inputs, case.dtype), subject.run(inputs, case.dtype)
     other = dict(inputs)
     for x in subject.operator.inputs:
-        if x.name in subject.takes and isinstance(inputs.get(x.name), float):
-            other[x.name] = 2.0 * inputs[x.name]
+        if x.role == "scalar" and x.domain != "flag" and x.name in subject.takes:
+            other[x.name] = float(np.float32((inputs[x.name] or 0.0) + 0.25))  # no scale means that of the width
         elif x.role == "token":
             other[x.name] = inputs[x.name][::-1] * 0.5
-    subject.run(other, case.dtype)
+    changed = subject.run(other, case.dtype)
     later = subject.run(inputs, case.dtype)
-    return [
+    evidence = against(subject, changed, expect(subject, case, other, key="other"), "with other inputs: ")
+    return evidence + [
         Evidence(f"{n} {what}", run[n], first[n], 0.0, axes_of(subject, n))
         for what, run in (("of a second call", again), ("after a call with other inputs", later))
         for n in first

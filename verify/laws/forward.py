@@ -10,4 +10,4 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     return against(subject, subject.run(subject.inputs(case), case.dtype), expected(subject, case))
 
 
-LAW = Law("forward", "outputs = reference, up to rounding", "rounding", check, search=1.0)
+LAW = Law("forward", "outputs = reference, up to rounding", "rounding", check, search=1.0, core=True)

@@ -35,7 +35,7 @@ class Law:
     `statement` is the line shown when it is broken. `exactness` is bitwise, rounding (judged by balls) or inequality.
     `applies` gives the reason why an implementation is not held to it, or nothing. `plan` lists the cases tried first;
     `search` is the share of a profile's random cases that it gets; `optional` laws hold only for operators that name
-    them."""
+    them; `core` laws are judged in every profile, however slow the implementation."""
 
     name: str
     statement: str
@@ -46,6 +46,7 @@ class Law:
     search: float = 0.0
     optional: bool = False
     extreme: bool = False
+    core: bool = False
 
     def reason_not(self, subject: Subject) -> str:
         """Why the law is not applied to this implementation, or nothing."""

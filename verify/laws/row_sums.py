@@ -47,7 +47,8 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
 
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
-    return few(atlas(domain, small), 3 if small else 10)
+    yield from few(atlas(domain, small), 3 if small else 10)
+    yield from few(atlas(domain, small, extreme=True), 3)  # logits large enough for exp(s - logsumexp(s)) to show
 
 
 LAW = Law(

@@ -21,7 +21,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     allowed = [n for n in range(T + 1) if domain.fit("T", n) == n and domain.fit("T", T - n) == T - n]
     if case.at >= 0:
         splits = [case.at] if case.at in allowed else []
-    elif T <= EVERY and not subject.declaration.slow:
+    elif T <= EVERY and not subject.slow:
         splits = allowed
     else:
         splits = [n for n in allowed if n in {0, 1, C - 1, C, C + 1, T // 2, T - 1, T}]
@@ -56,4 +56,13 @@ def plan(domain: Domain, small: bool) -> Iterator[Case]:
     yield from short + chosen
 
 
-LAW = Law("split", "prefix, then the rest from its state = the whole", "rounding", check, needs_state, plan, search=0.1)
+LAW = Law(
+    "split",
+    "prefix, then the rest from its state = the whole",
+    "rounding",
+    check,
+    needs_state,
+    plan,
+    search=0.1,
+    core=True,
+)

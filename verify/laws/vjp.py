@@ -27,4 +27,4 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     return evidence
 
 
-LAW = Law("vjp", "gradients = closed form, up to rounding", "rounding", check, needs_gradients, search=0.5)
+LAW = Law("vjp", "gradients = closed form, up to rounding", "rounding", check, needs_gradients, search=0.5, core=True)

@@ -20,4 +20,4 @@ def plan(domain: Domain, small: bool) -> Iterator[Case]:
     return few(atlas(domain, small), 4 if small else 10)
 
 
-LAW = Law("written", "every output element is written", "rounding", check, plan=plan)
+LAW = Law("written", "every output element is written", "rounding", check, plan=plan, core=True)

@@ -1,7 +1,7 @@
 """Enclosures of the true value: what the float64 oracle is certified against.
 
 `enclose` runs a function of reference/ on its float64 inputs, taken exactly, in ball arithmetic (Arb, from
-python-flint) or, where that is not installed, in interval arithmetic (mpmath.iv, some ten times slower); both round
+python-flint) or, where that is not installed, in interval arithmetic (mpmath.iv, far slower); both round
 outwards, so the exact result lies inside. `multiprecision` is plain mpmath floating point with many digits: it
 rounds to nearest, keeps no bound, and is a witness but NOT an enclosure.
 

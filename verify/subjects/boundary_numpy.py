@@ -16,6 +16,10 @@ def unavailable(declaration: Any) -> str:
     return ""
 
 
+def interpreted(declaration: Any) -> bool:
+    return False
+
+
 def trusted_dtypes(declaration: Any) -> tuple[str, ...]:
     return declaration.dtypes
 
@@ -52,7 +56,8 @@ def copies(native: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def strided(x: np.ndarray, kind: str) -> np.ndarray:
-    """The same values at other strides: "outer" (first two axes transposed in memory), "transposed", "sliced" (every second element), "offset"."""
+    """The same values at other strides: "outer" or "transposed" (first or last two axes swapped in memory), "sliced"
+    (every second element), "offset"."""
     if kind == "outer" and x.ndim >= 3:
         return np.ascontiguousarray(np.swapaxes(x, 0, 1)).swapaxes(0, 1)
     if kind == "transposed" and x.ndim >= 2:

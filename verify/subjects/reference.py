@@ -13,18 +13,21 @@ from mixproof.verify import oracle
 from mixproof.verify.declare import Declaration
 from mixproof.verify.subject import Subject
 
+CHUNK = 8  # small, so that short sequences have several chunks
+
 
 def subject(operator_name: str, name: str) -> Subject:
     """The form `reference.FORM` of an operator, run in plain NumPy float64 and float32."""
     operator = find_operator(operator_name)
     form = operator.form(name.removeprefix("reference."))
-    function = batched(operator, form.function, operator.vjp if form is operator.forms[0] else None)
+    chunk = CHUNK if form.chunked else None
+    function = batched(operator, form.function, operator.vjp if form is operator.forms[0] else None, chunk)
     declaration = Declaration(
         operator_name,
         name,
         layout="B H T D",
         dtypes=("float64", "float32"),
-        chunk=8 if form.chunked else None,
+        chunk=chunk,
         gradients=form is operator.forms[0],
         at_least={"T": 0},
         framework="numpy",
@@ -33,19 +36,23 @@ def subject(operator_name: str, name: str) -> Subject:
 
 
 def batched(
-    operator: Operator, function: Callable[..., Any], vjp: Callable[..., Any] | None = None
+    operator: Operator, function: Callable[..., Any], vjp: Callable[..., Any] | None = None, chunk: int | None = None
 ) -> Callable[..., Any]:
-    """A single-head function over batch and heads; the result has the attribute `vjp` if there is one."""
+    """A single-head function over batch and heads; the result has the attribute `vjp` if there is one. Functions that
+    take a chunk size get `chunk`, if it is given, instead of their default."""
+    default = chunk
+
+    def sized(f: Callable[..., Any], size: int | None) -> Callable[..., Any]:
+        return functools.partial(f, chunk=size) if size and "chunk" in inspect.signature(f).parameters else f
 
     @functools.wraps(function)
     def run(chunk: int | None = None, **inputs: Any) -> Any:
-        options = {"chunk": chunk} if chunk else {}
-        return oracle.plain_forward(operator, inputs, functools.partial(function, **options))
+        return oracle.plain_forward(operator, inputs, sized(function, chunk or default))
 
     def run_vjp(cotangents: Mapping[str, Any], **inputs: Any) -> dict[str, Any]:
         shapes = oracle.plain_forward(operator, inputs, function)
         full = {y.name: 0 * x for y, x in zip(operator.outputs, shapes, strict=True)} | dict(cotangents)
-        return oracle.plain_backward(operator, inputs, full, vjp)
+        return oracle.plain_backward(operator, inputs, full, sized(vjp or operator.vjp, default))
 
     run.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     if vjp is not None:

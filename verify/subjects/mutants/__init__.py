@@ -18,7 +18,7 @@ from mixproof.verify.declare import Declaration
 from mixproof.verify.laws.law import expect, expect_gradients
 from mixproof.verify.subject import Subject
 
-MODULES = {"gma": "gma", "retention": "retention", "softmax_attention": "softmax_attention"}
+MODULES = ("gma", "gma_vjp", "retention", "softmax_attention", "calling")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Mutant:
     forward: Callable[..., Any] | None = None
     vjp: Callable[..., Any] | None = None
     dtype: str = "float32"
-    chunk: int | None = None
+    chunk: int = 8
     batched: Callable[..., Any] | None = None
     source: str = ""
 
@@ -44,14 +44,14 @@ class Mutant:
 
         operator = find_operator(self.operator)
         function = self.batched or batched(
-            operator, self.forward or operator.forms[0].function, self.vjp or operator.vjp
+            operator, self.forward or operator.forms[0].function, self.vjp or operator.vjp, self.chunk
         )
         declaration = Declaration(
             self.operator,
             f"mutant.{self.name}",
             layout="B H T D",
             dtypes=(self.dtype,),
-            chunk=self.chunk or 8,
+            chunk=self.chunk,
             gradients=hasattr(function, "vjp"),
             framework="numpy",
         )
@@ -60,7 +60,7 @@ class Mutant:
 
 def mutants(operator: str | None = None) -> list[Mutant]:
     """All mutants, or those of one operator."""
-    found = [m for module in MODULES.values() for m in import_module(f"{__name__}.{module}").MUTANTS]
+    found = [m for module in MODULES for m in import_module(f"{__name__}.{module}").MUTANTS]
     return [m for m in found if operator in (None, m.operator)]
 
 

@@ -3,8 +3,8 @@
 Measured on a CPU, torch 2.13. math: half-precision inputs are widened, results rounded once at the end; scale^1/2
 goes to q and to k, two roundings a factor where scale (Q K^T) has one. flash: scores and sums in float32, the weights
 before normalisation are rounded to the input dtype for their product with V; q, k and v must share one head
-dimension. Both give zeros where there is no key, and error of exp within 2 ulp plus that of rounding its argument.
-On a GPU, flash takes half precision only.
+dimension, of stride 1. Both give zeros where there is no key; their exp is good to 2 ulp beside the rounding of its
+argument (flash is written with one that promises 20). On a GPU, flash takes half precision only.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ def math(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bo
 
 @implements("softmax_attention", name="torch.sdpa_flash", layout="B H T D", dtypes=_ALL, chunk=512)
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bool = False) -> Tensor:
-    """The same, in blocks of keys. The narrower of (q, k) and v is padded with zeros, which changes no score."""
+    """The same, in blocks of keys. The narrower of (q, k) and v is padded with zeros, which changes no score, and what
+    the backend refuses for its strides is copied."""
     _check(q, k, causal)
     D, V = q.shape[-1], v.shape[-1]
     q, k, v = (pad(x, (0, max(D, V) - x.shape[-1])) for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         O = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=D**-0.5 if scale is None else scale)
     return O[..., :V]

@@ -206,7 +206,8 @@ class _RecomputeCross(torch.autograd.Function):
         ctx.options = inputs[6:]
 
     @staticmethod
-    def backward(ctx, G):
+    def backward(ctx, *cotangents):
+        (G,) = cotangents
         q, k, v, mu, omega, alpha = ctx.saved_tensors
         eps, v_min, chunk = ctx.options
         needs = ctx.needs_input_grad
@@ -250,9 +251,10 @@ class _RecomputeCausal(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, G, dS, dZ):
+    def backward(ctx, *cotangents):
         """One sweep up rebuilds the states and gives dq, one sweep down carries the states' cotangents and gives dk
         and dv. Neither goes back by subtraction, which cancels."""
+        G, dS, dZ = cotangents
         q, k, v, mu, omega, alpha, S0, Z0 = ctx.saved_tensors
         eps, v_min, chunk = ctx.options
         needs = ctx.needs_input_grad
@@ -264,17 +266,18 @@ class _RecomputeCausal(torch.autograd.Function):
             mixture = _mixture(mu, omega, alpha, v_min, wide)
             S, Z = _state(v, alpha, S0, Z0, wide)
             sums = _no_sums(mixture)
-            for c in _slices(q, chunk) if G is not None else ():
-                Q, V = q[:, :, c].to(wide), v[:, :, c].to(wide)
-                GQ, GK = _gamma(Q, mixture), _gamma(k[:, :, c].to(wide), mixture)
-                O, D = _read(GQ, GK, V, S, Z, eps)
-                dU[:, :, c] = u = G[:, :, c].to(wide) / D
-                dD[:, :, c] = d = -(u * O).sum(-1, keepdim=True)
-                if needs[0] or parameters:
-                    P = (u @ V.mT + d).tril()
-                    dq[:, :, c], more = _gamma_vjp(Q, GQ, u @ S.mT + d * Z[:, :, None] + P @ GK, mixture)
-                    sums = _plus(sums, more)
-                S, Z = S + GK.mT @ V, Z + GK.sum(2)
+            if G is not None:
+                for c in _slices(q, chunk):
+                    Q, V = q[:, :, c].to(wide), v[:, :, c].to(wide)
+                    GQ, GK = _gamma(Q, mixture), _gamma(k[:, :, c].to(wide), mixture)
+                    O, D = _read(GQ, GK, V, S, Z, eps)
+                    dU[:, :, c] = u = G[:, :, c].to(wide) / D
+                    dD[:, :, c] = d = -(u * O).sum(-1, keepdim=True)
+                    if needs[0] or parameters:
+                        P = (u @ V.mT + d).tril()
+                        dq[:, :, c], more = _gamma_vjp(Q, GQ, u @ S.mT + d * Z[:, :, None] + P @ GK, mixture)
+                        sums = _plus(sums, more)
+                    S, Z = S + GK.mT @ V, Z + GK.sum(2)
             dS, dZ = _state(v, alpha, dS, dZ, wide)
             for c in reversed(_slices(k, chunk)) if parameters or any(needs[1:3]) or any(needs[6:8]) else ():
                 K, V, u, d = k[:, :, c].to(wide), v[:, :, c].to(wide), dU[:, :, c], dD[:, :, c]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mixproof.verify.subjects.triton import interpreter
 
@@ -41,8 +41,8 @@ def alive(canary: Canary) -> bool:
             return False
 
 
-def _run(kernel, *arguments, like: torch.Tensor) -> list[float]:
-    """kernel(*arguments, out) on one program; what it wrote to `out`, shaped and typed `like`."""
+def _run(kernel: Any, *arguments: Any, like: torch.Tensor) -> Any:
+    """kernel(*arguments, out) on one program; what it wrote to `out`, shaped and typed `like`, as nested lists."""
     out = torch.full_like(like, -99)
     kernel[(1,)](*arguments, out)
     return out.double().tolist()

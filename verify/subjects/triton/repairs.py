@@ -58,7 +58,8 @@ def loop_variable() -> None:
     `.to` and C division; static_range stays as it is."""
 
     def scalars(arg1, arg2=None, step=None, **hints) -> Iterator[tl.tensor]:
-        start, stop, step = (0, arg1, step or 1) if arg2 is None else (arg1, arg2, step or 1)
+        start, stop = (0, arg1) if arg2 is None else (arg1, arg2)
+        step = 1 if step is None else step
         semantic = tri.interpreter_semantic
         first, *others = (semantic.to_tensor(x).dtype for x in (start, stop, step))
         dtype = functools.reduce(semantic.integer_promote_impl, others, first)
@@ -113,7 +114,7 @@ def builtin_alias() -> None:
         def call(*args, **kwargs):
             return builtin(*args, **(kwargs | {"_semantic": tri.interpreter_semantic}))
 
-        call.__triton_builtin__ = False  # do not wrap it again
+        vars(call).pop(tl.core.TRITON_BUILTIN)  # do not wrap it again
         return call
 
     def make(original):

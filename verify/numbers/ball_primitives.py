@@ -1,0 +1,163 @@
+"""What balls make of the shared primitives: bounds that hold for every honest way to compute them.
+
+A rule takes the reading and what the primitive takes, and gives a ball; see ball.py. u is the reading's unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mixproof.reference import primitives
+from mixproof.verify.arithmetic import LARGEST, UNDERFLOW, UNIT
+
+if TYPE_CHECKING:
+    from mixproof.verify.numbers.ball import Ball, Reading
+
+MOST = 700.0  # exp of it is finite
+
+
+def _softmax(r: Reading, s: Ball, axis: int = -1) -> Ball:
+    """p~_j = p_j exp(d_j) / sum_k p_k exp(d_k) with |d_k| <= r_k, hence with t_j = (1 - p_j) r_j + sum_{k!=j} p_k r_k
+    1 / (1 - t_j) above and 1 / (1 + c t_j) below, c = expm1(2 max r) / (2 max r): a saturated row is well conditioned.
+
+    d is the error of the logit, of exp, and of its argument s - top in base 2: u 3 |s - top| for a folded scale, the
+    product and the difference, u |s| for a product before it. While a running maximum moves, what was summed is
+    multiplied by one more exp."""
+    p = primitives.softmax(s.v, axis)
+    seen = np.isfinite(s.v)
+    S = np.where(seen, s.v, 0)
+    top = np.max(np.where(seen, s.v, -np.inf), axis=axis, keepdims=True, initial=-np.inf)
+    top = np.where(np.isfinite(top), top, 0)
+    rescaled = (r.exp_error + 1) * _moves(s.v, axis)
+    d = s.radius + r.unit * (r.exp_error + 3 * np.abs(S - top) + np.abs(S) + rescaled)
+    d = np.where(seen, np.minimum(d, MOST / 2), 0)
+    mean = np.sum(p * d, axis=axis, keepdims=True)
+    t = (1 - p) * d + np.maximum(mean - p * d, 0)
+    largest = np.max(d, axis=axis, keepdims=True, initial=0)
+    c = np.where(largest > 0, np.expm1(2 * largest) / np.where(largest > 0, 2 * largest, 1), 1)
+    up = np.where(t < 1, t / np.where(t < 1, 1 - t, 1), np.inf)
+    down = c * t / (1 + c * t)
+    e = np.where(p > 0, p * np.where(p > 0, np.maximum(up, down), 0), 0)
+    # an entry that underflows in float64 is below any format's underflow; whatever the errors, p~ lies in [0, 1]
+    unknown = np.where(seen & (d > 0.5), np.exp(np.minimum(S - top + 2 * largest, 0)), 0)
+    e = np.minimum(np.where(p > 0, e, unknown), np.maximum(p, 1 - p))
+    if r.recomputes:
+        e = np.maximum(e, _recomputed(r, s, p, S, top, c * mean, axis))
+    return r.around(p, e + np.where(seen, r.eta, 0), (s.shape[axis]) * r.sum_unit + 4 * r.unit)
+
+
+def _recomputed(r: Reading, s: Ball, p: Any, S: Any, top: Any, error: Any, axis: int) -> np.ndarray:
+    """exp(s - L) from a stored L = top + log(sum) is not normalised again: the error of s, computed a second time in
+    another order, and that of L stay. `error` is that of log(sum) by the d of softmax."""
+    log = np.log(np.maximum(np.sum(np.where(np.isfinite(s.v), np.exp(S - top), 0), axis=axis, keepdims=True), 1))
+    L = top + log
+    error = error + r.unit * (3 * np.abs(L) + (r.exp_error + 2) * log + r.exp_error)
+    error = error + s.radius + r.unit * (r.exp_error + 3 * np.abs(S - L) + np.abs(S) + np.abs(L))
+    return p * np.expm1(np.minimum(np.where(p > 0, error, 0), MOST))
+
+
+def _moves(s: np.ndarray, axis: int) -> np.ndarray:
+    """How often the running maximum moves after an entry was met, in index order or against it, block by block or one
+    by one; once more where parts are merged. (Parts that each start their own maximum may move it more often.)"""
+    s = np.moveaxis(s, axis, -1)
+    later = []
+    for x in (s, s[..., ::-1]):
+        top = np.maximum.accumulate(x, axis=-1)
+        moved = np.cumsum(top[..., :0:-1] > top[..., -2::-1], axis=-1)[..., ::-1]
+        later.append(np.concatenate([moved, np.zeros_like(s[..., :1])], axis=-1))
+    return np.moveaxis(np.maximum(later[0], later[1][..., ::-1]), -1, axis) + 1
+
+
+def _masked(r: Reading, s: Any, keep: np.ndarray, fill: float) -> Ball:
+    s = r.lift(s)
+    return r.merged([s], np.where(keep, s.v, fill), np.where(keep, s.m, 0), np.where(keep, s.e, 0))
+
+
+def _softplus(r: Reading, w: Any) -> Ball:
+    """log1p(exp(w)), or max(w, 0) + log1p(exp(-|w|)): the derivative is sigmoid(w), and as sigmoid(x) <= e^d sigmoid(w)
+    for |x - w| <= d, the error expm1(d) sigmoid(w)."""
+    w = r.lift(w)
+    v = primitives.softplus(w.v)
+    d = np.minimum(w.radius + r.unit * (r.exp_error + 2 * np.abs(w.v)), MOST)
+    return r.around(v, np.expm1(d) * primitives.sigmoid(w.v) + r.eta, (r.exp_error + 1) * r.unit)
+
+
+def _mahalanobis(r: Reading, x: Any, mu: Any, var: Any) -> Ball:
+    x, mu, var = (r.lift(a) for a in (x, mu, var))
+    error = var.radius
+    low = var.v - error
+    if np.any(low <= 0):
+        r.leave("a variance may be zero")
+        low = np.where(low > 0, low, np.finfo(float).tiny)
+    E = x.v[:, None, :] - mu.v[None, :, :]
+    dE = x.radius[:, None, :] + mu.radius[None, :, :] + r.eta
+    terms = E * E / var.v
+    r.check(np.maximum(E * E, terms))
+    v = np.sum(terms, axis=-1)
+    e = np.sum(terms * (error / low) + (2 * np.abs(E) + dE) * dE / low + r.eta * (2 + 1 / low), axis=-1)
+    if r.arithmetic.distance == "expanded":
+        e = e + _expanded(r, x, mu, low)
+    # two roundings of the difference, squared; a product and a quotient, or the square of a product with 1 / sqrt(var):
+    # 2 (1 + 6 + 1) + 1, root and quotient as accurate as those of a GPU
+    R = E.shape[-1]
+    return r.around(v, e, R * r.sum_unit + 17 * r.unit, max(R, 1))
+
+
+def _expanded(r: Reading, x: Ball, mu: Ball, low: np.ndarray) -> np.ndarray:
+    """What x^2 / var - 2 x mu / var + mu^2 / var adds: one sum of 3 R terms, each with a quotient and up to three
+    products, and two factors that a dot product may round."""
+    wide = (x.m[:, None, :] + mu.m[None, :, :]) ** 2
+    R = wide.shape[-1]
+    factor = np.exp((3 * R + 1) * r.sum_unit + 8 * r.unit)
+    lost = 0.0
+    if r.arithmetic.casts_operand(False):
+        dot = r.arithmetic.dot
+        if np.any(wide > LARGEST[dot] / 2) or np.any(low * LARGEST[dot] < 2):
+            r.leave(f"an operand of a dot product may exceed the largest {dot}")
+        factor = factor * (1 + UNIT[dot]) ** 2
+        lost = 4 * UNDERFLOW[dot]
+    return np.sum((factor - 1) * wide / low + lost * (1 + wide + 1 / low), axis=-1)
+
+
+def _decay(r: Reading, gamma: Any, n: np.ndarray) -> Ball:
+    """gamma^n: a repeated product, pow, or exp(n log gamma) with the log of ball.py, in one piece or in any split."""
+    g = r.lift(gamma)
+    n = np.asarray(n)
+    if g.w or np.any(g.e > r.eta):
+        raise TypeError("decay: the base must be an input, not a computed value")
+    v = g.v**n
+    log = np.abs(np.log(np.where(g.v > 0, g.v, 1)))
+    exact = (g.v == 1) | (g.v == 0) | (n == 0)
+    d = r.unit * (n * (1 + 2 * r.exp_error + (r.exp_error + 5) * log) + 2 * r.exp_error)
+    return r.around(v, v * np.expm1(np.minimum(np.where(exact, 0, d), MOST)) + np.where(exact, 0, r.eta))
+
+
+def _stored(r: Reading, x: Ball) -> Ball:
+    output = r.arithmetic.output
+    return x.widened(UNIT[output] * (np.abs(x.v) + x.radius) + UNDERFLOW[output])
+
+
+def _either(r: Reading, x: Any, y: Any) -> Ball:
+    x, y = r.lift(x), r.lift(y)
+    return r.merged([x, y], x.v, np.maximum(x.m, y.m), np.maximum(x.e, y.e))
+
+
+def _shifted(r: Reading, s: Ball, by: Any) -> Ball:
+    """Two more additions, and a factor log2(e) that multiplies what was added too."""
+    by = np.abs(getattr(by, "v", by))
+    return type(s)(r, s.v, s.m + by, s.e, s.w + 3 * r.unit, s.n + 2)
+
+
+PRIMITIVES: Mapping[Any, Callable[..., Any]] = {
+    primitives.softmax: _softmax,
+    primitives.masked: _masked,
+    primitives.softplus: _softplus,
+    primitives.mahalanobis: _mahalanobis,
+    primitives.decay: _decay,
+    primitives.stored: _stored,
+    primitives.either: _either,
+    primitives.shifted: _shifted,
+}
