@@ -97,8 +97,7 @@ def replay(arguments: argparse.Namespace) -> int:
         _only_with_as(arguments)
         subjects = {str(e): e for e in entries()}
     if name not in subjects:
-        where = f" in {arguments.file}" if arguments.file else "; is it of a file? mixproof replay FILE TOKEN"
-        raise UsageError(f"TOKEN: no implementation {name}{where}; there are {', '.join(subjects)}")
+        raise UsageError(f"TOKEN: no implementation {name}{_elsewhere(name, list(subjects), arguments.file)}")
     found: Any = subjects[name]
     if not arguments.file and (missing := found.missing()):
         raise UsageError(f"TOKEN: {name} needs {missing}, which is not installed")
@@ -106,6 +105,14 @@ def replay(arguments: argparse.Namespace) -> int:
     verdict = judge_case(subject, law, text)
     print(line(dataclasses.replace(verdict, replay=f"{_command(subject)} {shlex.quote(arguments.token)}")))
     return exit_code([verdict])
+
+
+def _elsewhere(name: str, known: list[str], file: str | None) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, known, n=3)
+    hint = f"; there {'is' if len(near) == 1 else 'are'} {', '.join(near)}" if near else ""
+    return f" in {file}{hint}" if file else f"{hint}; of a file of yours: mixproof replay FILE TOKEN"
 
 
 def _command(subject: Subject) -> str:

@@ -21,6 +21,13 @@ LARGEST = {
 # What a result too small for the format may lose: all of it where subnormals may be flushed to zero.
 UNDERFLOW = {"float64": 2.0**-1022, "float32": 2.0**-126, "tf32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-25}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+# bits of the significand, the hidden one included, and of the exponent
+BITS = {"float64": (53, 11), "float32": (24, 8), "tf32": (11, 8), "bfloat16": (8, 8), "float16": (11, 5)}
+
+
+def holds(wide: str, narrow: str) -> bool:
+    """Whether every number of the format `narrow` is one of the format `wide`."""
+    return all(w >= n for w, n in zip(BITS[wide], BITS[narrow], strict=True))
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,9 @@ class Arithmetic:
         return UNIT[self.accumulate] * (2 if tensor_core else 1)
 
     def casts_operand(self, exact: bool) -> bool:
-        """Whether a dot-product operand is rounded: unless `dot` is as wide as `intermediate`, or it is an input that
+        """Whether a dot-product operand is rounded: unless `dot` holds every intermediate result, or it is an input that
         the dot format holds exactly."""
-        return UNIT[self.dot] > self.unit and not exact
+        return not (exact or holds(self.dot, self.intermediate))
 
 
 def natural(dtype: str, **changes: object) -> Arithmetic:

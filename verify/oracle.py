@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mixproof.reference.spec import Operator
-from mixproof.verify.arithmetic import UNIT, Arithmetic
+from mixproof.verify.arithmetic import UNIT, Arithmetic, holds
 from mixproof.verify.numbers.ball import Ball, Reading, tolerance
 
 Arrays = Mapping[str, Any]
@@ -118,7 +118,7 @@ def gather(operator: Operator, inputs: Arrays, results: Mapping[tuple[int, int],
 
 
 def _exact(arithmetic: Arithmetic, role: str, parameters: str) -> bool:
-    return UNIT[arithmetic.dot] <= UNIT[arithmetic.inputs if role == "token" else parameters]
+    return holds(arithmetic.dot, arithmetic.inputs if role == "token" else parameters)
 
 
 def _lifter(reading: Reading, operator: Operator, parameters: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from mixproof.verify.arithmetic import LARGEST, UNDERFLOW, UNIT, Arithmetic
+from mixproof.verify.arithmetic import LARGEST, UNDERFLOW, UNIT, Arithmetic, round_to
 from mixproof.verify.numbers.ball_primitives import PRIMITIVES
 
 # A quotient is off by at most 2 units of the last place, 4 u: div.full of a GPU; a rounded reciprocal and a product.
@@ -50,12 +50,13 @@ class Reading:
         self.arithmetic = arithmetic
         self.recomputes = recomputes
         self.vacuous = ""
-        # k <= 8 roundings multiply to within k u / (1 - 8 u) of one (Higham 2002, lemma 3.1), inverses included
-        self.unit = arithmetic.unit / (1 - 8 * arithmetic.unit)
-        self.sum_unit = arithmetic.sum_unit / (1 - 8 * arithmetic.sum_unit)
+        self.exp_error = 2 * arithmetic.exp_ulps
+        # an error of k units, or its inverse, k <= most, is a factor within exp(k u / (1 - most u)) of one
+        most = max(8, 2 * self.exp_error)
+        self.unit = arithmetic.unit / (1 - most * arithmetic.unit)
+        self.sum_unit = arithmetic.sum_unit / (1 - most * arithmetic.sum_unit)
         self.eta = UNDERFLOW[arithmetic.intermediate]
         self.largest = LARGEST[arithmetic.intermediate]
-        self.exp_error = 2 * arithmetic.exp_ulps
 
     def ball(self, x: Any, exact: bool = True) -> Ball:
         """An input. It has no error, unless it is so small that an operation may take it for zero. `exact` says that
@@ -66,8 +67,12 @@ class Reading:
         return Ball(self, v, size + e, e, exact=exact)
 
     def lift(self, x: Any) -> Ball:
-        """x if it is a ball, else the constant."""
-        return x if isinstance(x, Ball) else self.ball(x)
+        """x if it is a ball, else a constant; it is rounded where the intermediate format does not hold it."""
+        if isinstance(x, Ball):
+            return x
+        constant = self.ball(x)
+        inexact = round_to(constant.v, self.arithmetic.intermediate) != constant.v
+        return constant.widened(np.where(inexact, self.unit * constant.m, 0)) if np.any(inexact) else constant
 
     def around(self, v: np.ndarray, e: np.ndarray, w: float = 0.0, n: int = 1) -> Ball:
         """A result within e of v whose majorant starts afresh: no later sum reaches into it."""

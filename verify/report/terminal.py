@@ -61,7 +61,8 @@ def failure(verdict: Verdict) -> str:
 
 def summary(verdicts: Sequence[Verdict], seconds: float, width: int = NARROWEST, color: bool = False) -> str:
     """What comes last on a screen: the matrix, its legend, what was not judged and why, the closing line."""
-    parts = [matrix(verdicts, width, color), LEGEND, unjudged(verdicts), closing(verdicts, seconds)]
+    table = matrix(verdicts, width, color)
+    parts = [table, table and LEGEND, unjudged(verdicts), closing(verdicts, seconds)]
     return "\n".join(part for part in parts if part)
 
 
@@ -168,7 +169,8 @@ def closing(verdicts: Sequence[Verdict], seconds: float) -> str:
         why = f": {reasons.most_common(1)[0][0]}" if reasons else ""
         return f"0 cells checked{why}; exit 5"
     cases = sum(v.cases for v in verdicts)
-    text = f"{count['pass']} cells hold, {count['fail']} broken, {cases:,} cases, {seconds:.0f} s"
+    hold = "1 cell holds" if count["pass"] == 1 else f"{count['pass']} cells hold"
+    text = f"{hold}, {count['fail']} broken, {cases:,} case{'s' * (cases != 1)}, {seconds:.0f} s"
     more = [f"{count[s]} {words}" for s, words in OTHERS.items() if count[s]]
     return text + (f"   ({', '.join(more)})" if more else "")
 

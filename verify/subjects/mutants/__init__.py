@@ -3,10 +3,11 @@ which a failure is looked up: an output that equals a mutant within its bound is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,21 @@ from mixproof.verify import oracle
 from mixproof.verify.case import Case
 from mixproof.verify.declare import Declaration
 from mixproof.verify.laws.law import expect, expect_gradients
+from mixproof.verify.oracle import Expected
 from mixproof.verify.subject import Subject
 
+Arrays = Mapping[str, Any]
 MODULES = ("gma", "gma_vjp", "retention", "softmax_attention", "calling")
+OF_GRADIENTS = ("vjp", "gradient_causality", "gradient_identities")  # laws whose failures lie in a gradient
 
 
 @dataclass(frozen=True)
 class Mutant:
     """`what` completes "the reference with ...". `forward` and `vjp` are single-head; None keeps the reference's own.
+    `batched` replaces both for what goes wrong around them: a function of (B, H, T, D) arrays, perhaps with a `vjp`.
 
-    `killed_by` names laws that must each kill it; `dtype` the input dtype in which it is wrong; `chunk` its chunk."""
+    `killed_by` names laws that must each kill it, in the profile "smoke"; `dtype` is the input dtype in which it is
+    wrong; `chunk` its chunk; `source` the public bug of which it is a model, by its name in the design record."""
 
     name: str
     operator: str
@@ -65,48 +71,59 @@ def mutants(operator: str | None = None) -> list[Mutant]:
 
 
 def explain(subject: Subject, law: str, case: Case) -> str:
-    """The mutant that the implementation's result equals within its bound, as "the reference with ... (0.3 x bound)"."""
-    backward = law == "vjp"
+    """The mutant whose result the implementation's equals within its bound: "the reference with ... (0.3 x bound)"."""
+    named = "" if law in OF_GRADIENTS else _explain_outputs(subject, case)
+    if not named and subject.differentiable and law in (*OF_GRADIENTS, "extremes"):
+        named = _explain_gradients(subject, case)
+    return named
+
+
+def _explain_outputs(subject: Subject, case: Case) -> str:
     inputs = subject.inputs(case)
-    got = subject.run(inputs, case.dtype)
-    if backward:
-        cotangents = case.cotangents(got)
-        shapes = subject.operator.evaluate  # the reference's outputs that the implementation does not return
-        del shapes
-        want = expect(subject, case, inputs)
-        full = {n: cotangents.get(n, np.zeros_like(v)) for n, v in want.value.items()}
-        got = subject.gradients(inputs, cotangents, case.dtype)
-        want = expect_gradients(subject, case, inputs, full)
-    else:
-        want = expect(subject, case, inputs)
+    chunk = subject.domain().chunk
+    names = [y.name for y in subject.operator.outputs]
+
+    def outputs(mutant: Mutant) -> Arrays | None:
+        if mutant.forward is None:
+            return None
+        options = {"chunk": chunk} if "chunk" in signature(mutant.forward).parameters else {}
+        results = oracle.plain_forward(subject.operator, inputs, partial(mutant.forward, **options))
+        return dict(zip(names, results, strict=True))
+
+    return _nearest(subject, subject.run(inputs, case.dtype), expect(subject, case, inputs), outputs)
+
+
+def _explain_gradients(subject: Subject, case: Case) -> str:
+    inputs = subject.inputs(case)
+    cotangents = case.cotangents(subject.run(inputs, case.dtype))
+    # those of outputs that the implementation does not return are zero
+    values = expect(subject, case, inputs).value
+    full = {n: cotangents.get(n, np.zeros_like(v)) for n, v in values.items()}
+
+    def gradients(mutant: Mutant) -> Arrays | None:
+        if mutant.vjp is None:
+            return None
+        return oracle.plain_backward(subject.operator, inputs, full, mutant.vjp)
+
+    got = subject.gradients(inputs, cotangents, case.dtype)
+    return _nearest(subject, got, expect_gradients(subject, case, inputs, full), gradients)
+
+
+def _nearest(subject: Subject, got: Arrays, want: Expected, values_of: Callable[[Mutant], Arrays | None]) -> str:
+    """The mutant nearest to what came, of those within the bound of it and not within the bound of the reference."""
     if want.vacuous:
         return ""
-    best: tuple[float, str] = (1.0, "")
-    chunk = subject.domain().chunk
+    best, named = 1.0, ""
     for mutant in mutants(subject.operator.name):
-        function = mutant.vjp if backward else mutant.forward
-        if function is None:
-            continue
         try:
-            if backward:
-                values = oracle.plain_backward(subject.operator, inputs, full, function)
-            else:
-                options = {"chunk": chunk} if "chunk" in _parameters(function) else {}
-                results = oracle.plain_forward(subject.operator, inputs, partial(function, **options))
-                values = dict(zip((y.name for y in subject.operator.outputs), results, strict=False))
+            values = values_of(mutant)
         except (ValueError, IndexError, ZeroDivisionError):
             continue  # a mutant need not be defined everywhere
-        ratio = max(
-            (float(np.max(np.abs(got[n] - values[n]) / want.bound[n], initial=0)) for n in got if n in values),
-            default=np.inf,
-        )
-        differs = any(np.any(np.abs(values[n] - want.value[n]) > want.bound[n]) for n in got if n in values)
-        if ratio <= best[0] and differs:
-            best = (ratio, f"the reference with {mutant.what}   ({ratio:.2g} x bound)")
-    return best[1]
-
-
-def _parameters(function: Callable[..., Any]) -> Any:
-    import inspect
-
-    return inspect.signature(function).parameters
+        shared = [n for n in got if values is not None and n in values]
+        if not shared or values is None:
+            continue
+        ratio = max(float(np.max(np.abs(got[n] - values[n]) / want.bound[n], initial=0)) for n in shared)
+        differs = any(np.any(np.abs(values[n] - want.value[n]) > want.bound[n]) for n in shared)
+        if ratio <= best and differs:
+            best, named = ratio, f"the reference with {mutant.what}   ({ratio:.2g} x bound)"
+    return named

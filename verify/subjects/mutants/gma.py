@@ -18,7 +18,7 @@ from mixproof.verify.subjects.mutants import Mutant
 Feature = Callable[..., Array]
 Mixing = Callable[..., Any]
 CHUNK, TILE = 8, 4
-LEAK, OFFSET = 1e-6, 2.0**-10
+LEAK, OFFSET = 1e-6, 2.0**-6
 
 # --- builders --------------------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ CAUSAL: tuple[Mutant, ...] = tuple(
         ),
         ("eps_per_slot", "epsilon added in every slot", slots_by_prefix, "", ("forward",)),
         ("no_eps", "epsilon dropped", chunks(divisor=lambda D, eps: D), "", ("forward",)),
-        ("eps_by_length", "epsilon multiplied by the number of tokens", by_length, "", ("forward", "future_length")),
+        ("eps_by_length", "epsilon multiplied by the number of tokens", by_length, "", ("forward",)),
         (
             "clamped_mass", "the denominator clamped at 1e-3", chunks(divisor=clamped), "gma-den-clamp",
             ("extremes",),
@@ -333,7 +333,7 @@ CAUSAL: tuple[Mutant, ...] = tuple(
             of_values(lambda V: np.clip(V, -2, 2), gma_mixing.chunkwise), "", ("forward", "linearity"),
         ),
         (
-            "shifted_values", "2^-10 added to the values", of_values(lambda V: V + OFFSET, gma_mixing.chunkwise), "",
+            "shifted_values", "2^-6 added to the values", of_values(lambda V: V + OFFSET, gma_mixing.chunkwise), "",
             ("forward", "linearity", "constant_value", "hull", "row_sums"),
         ),
     )
@@ -358,14 +358,14 @@ FULL: tuple[Mutant, ...] = tuple(
             "negative_affinity", "a constant subtracted from the affinity", centred_affinity, "",
             ("forward", "low_rank"),
         ),
-        ("skip", "2^-10 v added", with_skip, "", ("forward", "low_rank")),
+        ("skip", "2^-6 v added", with_skip, "", ("forward", "low_rank")),
         ("tf32_operands", "operands of dot products rounded to TF32", tf32_latent, "attn-tf32", ("forward",)),
         (
-            "clipped_values", "values clipped to [-2, 2]", of_values(lambda V: np.clip(V, -2, 2), gma_mixing.latent), "",
-            ("forward", "linearity"),
+            "clipped_values", "values clipped to [-2, 2]", of_values(lambda V: np.clip(V, -2, 2), gma_mixing.latent),
+            "", ("forward", "linearity"),
         ),
         (
-            "shifted_values", "2^-10 added to the values", of_values(lambda V: V + OFFSET, gma_mixing.latent), "",
+            "shifted_values", "2^-6 added to the values", of_values(lambda V: V + OFFSET, gma_mixing.latent), "",
             ("forward", "constant_value"),
         ),
     )
@@ -386,7 +386,7 @@ MUTANTS: tuple[Mutant, ...] = (
         )
         for name, (what, gamma, source, alone, mixed) in FEATURES.items()
         for operator in ALL
-        if alone and operator == ALL[0] or mixed and operator != ALL[0]
+        if (alone if operator == ALL[0] else mixed)
     ),
     *(
         Mutant(

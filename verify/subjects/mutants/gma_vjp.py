@@ -70,15 +70,13 @@ def pull_back(
     return vjp
 
 
-def causal(mix: Vjp = mixing(), query: Vjp = gma.responsibilities_vjp, key: Vjp | None = None) -> Vjp:
+def causal(mix: Vjp | None = None, query: Vjp = gma.responsibilities_vjp, key: Vjp | None = None) -> Vjp:
     """Through the mixing, then through the responsibilities of queries and of keys, which share the mixture."""
-    key = key or query
+    mix, key = mix or mixing(), key or query
 
     def vjp(cotangents, q, k, v, mu, omega, alpha, eps=1e-6, v_min=0.0, S0=None, Z0=None):
         parameters = (mu, omega, alpha, v_min)
-        d = mix(
-            cotangents, gma.responsibilities(q, *parameters), gma.responsibilities(k, *parameters), v, eps, S0, Z0
-        )
+        d = mix(cotangents, gma.responsibilities(q, *parameters), gma.responsibilities(k, *parameters), v, eps, S0, Z0)
         Q, K = query({"gamma": d["GQ"]}, q, *parameters), key({"gamma": d["GK"]}, k, *parameters)
         shared = {name: Q[name] + K[name] for name in ("mu", "omega", "alpha")}
         return {"q": Q["x"], "k": K["x"], "v": d["V"], "S0": d["S0"], "Z0": d["Z0"]} | shared

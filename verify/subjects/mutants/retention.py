@@ -16,7 +16,7 @@ from mixproof.verify.arithmetic import round_to
 from mixproof.verify.subjects.mutants import Mutant
 
 CHUNK, TILE, WRAP = 8, 4, 64
-LEAK, OFFSET = 1e-6, 2.0**-10
+LEAK, OFFSET = 1e-6, 2.0**-6
 Powers = Callable[..., Array]
 
 # --- builders --------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ FORWARD = (
         ("forward", "linearity"),
     ),
     (
-        "shifted_values", "2^-10 added to the values", chunkwise(values=lambda v: v + OFFSET), "",
+        "shifted_values", "2^-6 added to the values", chunkwise(values=lambda v: v + OFFSET), "",
         ("forward", "linearity"),
     ),
     (

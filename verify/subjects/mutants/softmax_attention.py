@@ -16,7 +16,7 @@ from mixproof.verify.arithmetic import round_to
 from mixproof.verify.subjects.mutants import Mutant
 
 CHUNK = 8
-LEAK, OFFSET, SENTINEL = 1e-6, 2.0**-10, -30.0
+LEAK, OFFSET, SENTINEL = 1e-6, 2.0**-6, -30.0
 Scale = Callable[[float | None, int], float]
 
 # --- builders --------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ FORWARD = (
         "favoured_keys", "key j favoured by j / 64", parallel(normalise=favouring), "", ("forward", "permutation")
     ),
     (
-        "negative_weights", "2^-10 subtracted from the weights", parallel(mixed=lambda P, causal: P - OFFSET), "",
+        "negative_weights", "2^-6 subtracted from the weights", parallel(mixed=lambda P, causal: P - OFFSET), "",
         ("forward", "row_sums"),
     ),
     (
@@ -220,7 +220,7 @@ FORWARD = (
         ("forward", "linearity"),
     ),
     (
-        "shifted_values", "2^-10 added to the values", parallel(values=lambda v: v + v.dtype.type(OFFSET)), "",
+        "shifted_values", "2^-6 added to the values", parallel(values=lambda v: v + v.dtype.type(OFFSET)), "",
         ("forward", "constant_value", "row_sums"),
     ),
 )  # fmt: skip
