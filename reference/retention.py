@@ -99,7 +99,7 @@ def _vjp_parallel(
         "k": (dA * D).T @ q + u * (v @ R.T),
         "v": (A * D).T @ G * scale + u * (k @ R),
         "S0": (w * q).T @ G * scale + decay(gamma, np.asarray(T)) * R,
-        "gamma": np.sum(np.sum(A * dA * dD, axis=1))
+        "gamma": np.sum((A * dD) @ v * G) * scale  # sum A dA dD, as a product: what meets v may be rounded for it
         + np.sum(dw * (q @ S0) * G) * scale
         + np.sum(du * (k @ R) * v)
         + T * decay(gamma, np.asarray(max(T - 1, 0))) * np.sum(S0 * R),

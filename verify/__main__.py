@@ -53,7 +53,8 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _write_json(arguments.json, [])  # not only after the work that it cannot be written
     subjects = _load(arguments, arguments.file)
-    jobs = [(s, name) for s in subjects for name in laws_for(s.operator) if arguments.k in f"{s}/{name}"]
+    texts = arguments.k.split(" or ")
+    jobs = [(s, n) for s in subjects for n in laws_for(s.operator) if any(text in f"{s}/{n}" for text in texts)]
     if not jobs:
         raise UsageError(f"-k {arguments.k}: no cell of {arguments.file} has that in its name, OPERATOR/NAME/LAW")
     print(_header(arguments.profile, arguments.seed))
@@ -64,10 +65,11 @@ def check(arguments: argparse.Namespace) -> int:
     verdicts: list[Verdict] = []
     interrupted = False
     try:
-        for job in _progress(jobs):
+        progress = _Progress(jobs)
+        for job in progress:
             verdicts.append(judge(*job, PROFILES[arguments.profile], arguments.seed))
             if objection := terminal.objection(verdicts[-1], arguments.strict):
-                print(objection + "\n", flush=True)
+                progress.say(objection + "\n")
                 if arguments.exitfirst:
                     break
     except KeyboardInterrupt:
@@ -190,21 +192,37 @@ def _axis(word: str) -> tuple[str, int]:
     return axis, int(n)
 
 
-def _progress(jobs: list[tuple[Subject, str]]) -> Iterator[tuple[Subject, str]]:
-    """The jobs, with a bar on a terminal; what is printed meanwhile appears above the bar."""
-    if not (sys.stderr.isatty() and sys.stdout.isatty()):
-        yield from jobs
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+class _Progress:
+    """The jobs one after the other, with a bar on a terminal that makes room for what is said meanwhile."""
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=len(jobs))
-        for subject, law in jobs:
-            bar.update(task, description=f"{subject}/{law}")
-            yield subject, law
-            bar.advance(task)
+    def __init__(self, jobs: list[tuple[Subject, str]]) -> None:
+        self.jobs, self.bar = jobs, None
+        if sys.stderr.isatty() and sys.stdout.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            console = Console(stderr=True)
+            self.bar = Progress(*columns, transient=True, console=console, redirect_stdout=False)
+
+    def __iter__(self) -> Iterator[tuple[Subject, str]]:
+        if self.bar is None:
+            yield from self.jobs
+            return
+        task = self.bar.add_task("", total=len(self.jobs))
+        with self.bar:
+            for subject, law in self.jobs:
+                self.bar.update(task, description=f"{subject}/{law}")
+                yield subject, law
+                self.bar.advance(task)
+
+    def say(self, text: str) -> None:
+        """Print it as it is: a replay command that is wrapped could not be copied."""
+        if self.bar is not None:
+            self.bar.stop()
+        print(text, flush=True)
+        if self.bar is not None:
+            self.bar.start()
 
 
 def _write_json(path: str, verdicts: list[Verdict]) -> None:
@@ -245,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("--seed", type=int, default=0, metavar="N", help="added to the seed of every case")
     c.add_argument("--strict", action="store_true", help="fail on undecided and not-run cells too")
     c.add_argument("--json", metavar="FILE", help="write the verdicts as JSON")
-    c.add_argument("-k", default="", metavar="TEXT", help="only cells whose name contains TEXT")
+    c.add_argument("-k", default="", metavar="TEXT", help="only cells whose name contains TEXT ('A or B': either)")
     c.add_argument("-x", "--exitfirst", action="store_true", help="stop at the first cell that fails")
     c.set_defaults(run=check)
     r = commands.add_parser("replay", help="run one law on one case again", description=replay.__doc__)

@@ -59,7 +59,8 @@ def _axes(role: str, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 def _shape(x: Input) -> str:
     if x.role == "scalar":
-        return f"number, default {x.default}" if x.domain != "flag" else f"True or False, default {x.default}"
+        kind = "True or False" if x.domain == "flag" else "number or None" if x.default is None else "number"
+        return f"{kind}, default {x.default}"
     shape = ", ".join(_axes(x.role, x.axes)) + ("," if x.role == "parameter" and not x.axes else "")
     if x.role == "state":
         return f"({shape}) or None: the initial state, which the output {x.carries} continues"

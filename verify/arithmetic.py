@@ -58,8 +58,8 @@ class Arithmetic:
         return UNIT[self.accumulate] * (2 if tensor_core else 1)
 
     def casts_operand(self, exact: bool) -> bool:
-        """Whether a dot-product operand is rounded: unless `dot` holds every intermediate result, or it is an input that
-        the dot format holds exactly."""
+        """Whether a dot-product operand is rounded: unless `dot` holds every intermediate result, or the operand is an
+        input that it holds exactly."""
         return not (exact or holds(self.dot, self.intermediate))
 
 

@@ -155,7 +155,9 @@ class Domain:
 
     def case(self, sizes: Mapping[str, int], **fields: Any) -> Case:
         operator = find_operator(self.op)
-        flag = fields.pop("flag", False) if self.causal_only is None else self.causal_only
+        flag = fields.pop("flag", False)
+        if self.causal_only is not None:
+            flag = self.causal_only
         flag = flag and any(x.domain == "flag" for x in operator.inputs)
         sizes = {a: self.fit(a, sizes[a]) for a in ("B", "H", *operator.dimensions)}
         if flag and "S" in sizes:
@@ -190,8 +192,8 @@ def atlas(domain: Domain, small: bool = False, extreme: bool = False) -> Iterato
         plan = [] if extreme else [(T, "normal") for T in lengths]
         plan += [(lengths[(3 * i + 5) % len(lengths)] or 5, r) for i, r in enumerate(regimes)]
         for i, (T, regime) in enumerate(plan):
-            if small and i % len(domain.dtypes) != d:
-                continue  # the dtypes share one pass
+            if (small and i % len(domain.dtypes) != d) or (d > 1 and i % 2 != d % 2):
+                continue  # the dtypes share one pass; in the long atlas, those beyond the second take turns
             K, R, V = odd[(i + i // len(odd)) % len(odd)]
             B, H = heads[i % len(heads)]
             sizes = {"B": B, "H": H, "T": T, "S": max(1, T + (i % 3) - 1), "K": K, "R": R, "V": V, "D": R + 1}

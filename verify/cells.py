@@ -96,12 +96,14 @@ def _declared(file: Path, module: str, framework: str) -> Iterator[Entry]:
         name, value = node.targets[0].id, node.value
         if isinstance(value, ast.Dict):
             dicts[name] = {
-                k.value: v for k, v in zip(value.keys, value.values, strict=True) if isinstance(k, ast.Constant)
+                ast.literal_eval(k): v for k, v in zip(value.keys, value.values, strict=True) if k is not None
             }
         elif isinstance(value, ast.Call) and value.args and ast.unparse(value.args[0]) == "implements":
             partials[name] = _keywords(value, dicts)
     for node in body:
-        for d in reversed(node.decorator_list) if isinstance(node, ast.FunctionDef) else ():
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        for d in reversed(node.decorator_list):
             if isinstance(d, ast.Call) and isinstance(d.func, ast.Name) and d.func.id in partials:
                 given = partials[d.func.id] | _keywords(d, dicts)
                 known = {k: ast.literal_eval(given[k]) for k in ("name", "requires") if k in given}
@@ -128,13 +130,12 @@ def load_file(spec: str, operator: str | None = None, origin: str | None = None,
     origin = shlex.quote(spec) if origin is None else origin
     if operator and not name:
         raise UsageError(f"--as {operator}: say which function: {path}:FUNCTION")
-    if operator:
-        declare = implements(operator, name=name, **options)  # before the import: it finds wrong options at once
+    declare = implements(operator, name=name, **options) if operator else None  # first: it finds wrong options at once
     module = _import(Path(path))
     if name and not callable(getattr(module, name, None)):
         near = get_close_matches(name, [n for n, f in vars(module).items() if callable(f)], n=1)
         raise UsageError(f"{path} has no function {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    if operator:
+    if declare is not None:
         function = getattr(module, name)
         (declaration,) = getattr(declare(lambda: None), ATTRIBUTE)
         if uses_triton(Path(path)):
@@ -162,7 +163,7 @@ def distinct(subjects: Iterable[Subject]) -> dict[str, Subject]:
 
 def uses_triton(path: Path) -> bool:
     """Whether a file imports Triton anywhere in it; without a GPU its kernels are interpreted."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(ast.parse(path.read_bytes(), path.name)):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module]
@@ -193,10 +194,8 @@ def _import(path: Path) -> ModuleType:
         raise AdapterError(f"no such file: {path}")
     path = path.resolve()
     name = path.stem
-    if getattr(sys.modules.get(name), "__file__", None) == str(path):
-        return sys.modules[name]
-    while name in sys.modules:
-        name = f"_{name}"  # a kernel.py beside another one, a queue.py: nothing that is loaded is replaced
+    while name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
+        name = f"_{name}"  # a kernel.py beside another one, a queue.py: no other module is replaced
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise AdapterError(f"{path.name} is not a Python file")

@@ -158,7 +158,7 @@ def search(
         deadline=None,
         derandomize=derandomise,
         phases=(Phase.generate, Phase.target),
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(HealthCheck),  # type: ignore[arg-type]
     )
     @given(cases(domain, subject.slow, law.extreme))
     def run(case: Case) -> None:

@@ -74,7 +74,7 @@ def backward(
 
 def plain_backward(
     operator: Operator, inputs: Arrays, cotangents: Arrays, vjp: Callable[..., Any] | None = None
-) -> Arrays:
+) -> dict[str, np.ndarray]:
     """The same gradients in plain NumPy, in whatever dtype the inputs have."""
     results = {}
     for (b, h), head in heads(operator, inputs):

@@ -3,7 +3,6 @@ every pytest run of an environment that has mixproof installed, and stays silent
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Generator
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from mixproof.verify.subject import Subject
     from mixproof.verify.verdict import Verdict
 
-FOLDER = Path(__file__).resolve().parent
 SOURCES = pytest.StashKey[dict[str, Any]]()  # implementations by name, loaded or not
 LOADED = pytest.StashKey[dict[str, Any]]()  # loaded ones, or why they could not be
 VERDICT = pytest.StashKey[str]()  # of a test, as JSON
@@ -42,16 +40,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--mixproof-json", metavar="FILE", help="write the verdicts as JSON")
 
 
+def _option(config: pytest.Config, name: str) -> Any:
+    return config.getoption(f"--mixproof-{name}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LOADED] = {}
     config.pluginmanager.register(Verdicts(config), "mixproof-verdicts")
     # here, where an error still ends the run with pytest's code for usage
-    if config.getoption("--mixproof-subjects") and not config.option.help:
+    if _option(config, "subjects") and not config.option.help:
         if not _ours(config):
             raise pytest.UsageError("--mixproof-subjects: add --pyargs mixproof.verify, so that the gate runs")
         config.stash[SOURCES] = _user_subjects(config)
-    if path := config.getoption("--mixproof-json"):
-        _write_json(path, [])
+    path = _option(config, "json")
+    if path and not hasattr(config, "workerinput"):
+        _write_json(path, [])  # not only after the work that it cannot be written
 
 
 def _user_subjects(config: pytest.Config) -> dict[str, Subject]:
@@ -59,19 +62,21 @@ def _user_subjects(config: pytest.Config) -> dict[str, Subject]:
     from mixproof.verify.errors import UsageError
 
     try:
-        return distinct(s for file in config.getoption("--mixproof-subjects") for s in load_file(file))
+        return distinct(s for file in _option(config, "subjects") for s in load_file(file))
     except UsageError as error:
         raise pytest.UsageError(f"--mixproof-subjects: {error}") from None
 
 
 def _ours(config: pytest.Config) -> bool:
-    """Whether this run was pointed at the gate."""
-    words = [str(word).split("::")[0] for word in config.args]
-    places = [Path(config.invocation_params.dir, word) for word in words]
-    return any(word.split(".")[:2] == ["mixproof", "verify"] for word in words) or any(
-        place.name == "test_gate.py" or (place / "test_gate.py").is_file() or FOLDER == place.resolve()
-        for place in places
-    )
+    """Whether this run was pointed at the gate: --pyargs mixproof.verify, or its folder in a checkout."""
+    for word in (str(word).split("::")[0] for word in config.args):
+        if word.split(".")[:2] == ["mixproof", "verify"]:
+            return True
+        place = Path(config.invocation_params.dir, word)
+        folder = place.parent if place.name == "test_gate.py" else place
+        if all((folder / name).is_file() for name in ("test_gate.py", "plugin.py", "laws/__init__.py")):
+            return True
+    return False
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -79,7 +84,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
         return None
     from mixproof.verify.versions import header
 
-    return header(config.getoption("--mixproof-profile"), config.getoption("--mixproof-seed"))
+    return header(_option(config, "profile"), _option(config, "seed"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -116,10 +121,11 @@ def judge_cell(request: pytest.FixtureRequest, cell: str) -> tuple[Verdict, str]
     from mixproof.verify.report.terminal import objection
 
     config, verdict = request.config, _judge(request.config, cell)
-    request.node.stash[VERDICT] = json.dumps(verdict.as_dict())
     data = verdict.as_dict()
-    request.node.user_properties += [(name, data[name]) for name in ("ratio", "cases", "case") if name in data]
-    return verdict, objection(verdict, config.getoption("--mixproof-strict"))
+    request.node.stash[VERDICT] = json.dumps(data)
+    if verdict.cases:
+        request.node.user_properties += [(name, data[name]) for name in ("ratio", "cases", "case") if name in data]
+    return verdict, objection(verdict, _option(config, "strict"))
 
 
 def _judge(config: pytest.Config, cell: str) -> Verdict:
@@ -133,8 +139,8 @@ def _judge(config: pytest.Config, cell: str) -> Verdict:
         loaded[name] = _load(source) if hasattr(source, "load") else source
     if isinstance(loaded[name], str):
         return Verdict(cell, "not run", why=loaded[name])
-    profile = PROFILES[config.getoption("--mixproof-profile")]
-    return judge(loaded[name], law, profile, config.getoption("--mixproof-seed"))
+    profile = PROFILES[_option(config, "profile")]
+    return judge(loaded[name], law, profile, _option(config, "seed"))
 
 
 def _load(entry: Any) -> Subject | str:
@@ -172,12 +178,7 @@ class Verdicts:
         """In the order of the tables, whatever order xdist's workers finished in."""
         from mixproof.verify.verdict import Verdict
 
-        fields = {f.name for f in dataclasses.fields(Verdict)}
-        found = [json.loads(data) for data in self.received.values()]
-        found = [
-            Verdict(**{k: v for k, v in data.items() if k in fields} | {"ratio": float(data["ratio"])})
-            for data in found
-        ]
+        found = [Verdict.from_dict(json.loads(data)) for data in self.received.values()]
         return sorted(found, key=lambda v: (*_order(v.cell), v.subject))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -197,10 +198,10 @@ class Verdicts:
             return
         from mixproof.verify.report.terminal import exit_code
 
-        code = exit_code(self.verdicts(), self.config.getoption("--mixproof-strict"))
+        code = exit_code(self.verdicts(), _option(self.config, "strict"))
         if exitstatus == pytest.ExitCode.OK or (exitstatus == pytest.ExitCode.TESTS_FAILED and code in (3, 5)):
             session.exitstatus = code
-        if path := self.config.getoption("--mixproof-json"):
+        if path := _option(self.config, "json"):
             _write_json(path, self.verdicts())
 
 

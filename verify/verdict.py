@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -129,3 +129,10 @@ class Verdict:
         """For JSON; infinite ratios become the string "inf"."""
         data = {k: v for k, v in self.__dict__.items() if v not in ("", {})}
         return data | {"ratio": self.ratio if np.isfinite(self.ratio) else "inf"}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Verdict:
+        """The verdict that `as_dict` wrote; fields of a later version are left out."""
+        known: dict[str, Any] = {f.name: data[f.name] for f in fields(Verdict) if f.name in data}
+        known["ratio"] = float(data["ratio"])
+        return Verdict(**known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import metadata
+from typing import Any
 
 
 def versions() -> dict[str, str]:
@@ -15,11 +16,14 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    torch = sys.modules.get("torch")
-    gpu = torch is not None and torch.cuda.is_available()
-    if gpu:
-        found["cuda"] = torch.cuda.get_device_name()
-    if "triton" in found and (os.environ.get("TRITON_INTERPRET") == "1" or (torch is not None and not gpu)):
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if "torch" in sys.modules:
+        cuda: Any = sys.modules["torch"].cuda
+        if cuda.is_available():
+            found["cuda"] = cuda.get_device_name()
+        else:
+            interpreted = True
+    if "triton" in found and interpreted:
         found["triton"] += " (interpreted)"
     return found
 

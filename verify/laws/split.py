@@ -52,7 +52,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
     chosen = list(few(atlas(domain, small), 3 if small else 6))
-    short = [c.resized(T=domain.fit("T", min(c.size("T"), 13))) for c in chosen[:3]]
+    short = [c.resized(T=domain.fit("T", min(c.size("T"), 13))) for c in chosen[: 1 if small else 3]]
     yield from short + chosen
 
 

@@ -33,17 +33,19 @@ def _softmax(r: Reading, s: Ball, axis: int = -1) -> Ball:
     top = np.where(np.isfinite(top), top, 0)
     rescaled = (r.exp_error + 1) * _moves(s.v, axis)
     d = s.radius + r.unit * (r.exp_error + 3 * np.abs(S - top) + np.abs(S) + rescaled)
-    d = np.where(seen, np.minimum(d, MOST / 2), 0)
+    d = np.where(seen, d, 0)
     mean = np.sum(p * d, axis=axis, keepdims=True)
     t = (1 - p) * d + np.maximum(mean - p * d, 0)
-    largest = np.max(d, axis=axis, keepdims=True, initial=0)
-    c = np.where(largest > 0, np.expm1(2 * largest) / np.where(largest > 0, 2 * largest, 1), 1)
     up = np.where(t < 1, t / np.where(t < 1, 1 - t, 1), np.inf)
-    down = c * t / (1 + c * t)
-    e = np.where(p > 0, p * np.where(p > 0, np.maximum(up, down), 0), 0)
-    # an entry that underflows in float64 is below any format's underflow; whatever the errors, p~ lies in [0, 1]
-    unknown = np.where(seen & (d > 0.5), np.exp(np.minimum(S - top + 2 * largest, 0)), 0)
-    e = np.minimum(np.where(p > 0, e, unknown), np.maximum(p, 1 - p))
+    twice = 2 * np.max(d, axis=axis, keepdims=True, initial=0)
+    c = np.where(twice > 0, np.expm1(np.minimum(twice, MOST)) / np.where(twice > 0, twice, 1), 1)
+    # an entry that underflows in float64 is below any format's underflow, unless its logit may be far higher
+    lost = np.where(seen & (p == 0) & (twice > 1), np.exp(np.minimum(S - top + twice, 0)), 0)
+    growth = np.where((twice > MOST) & (t > 0), np.inf, c * t) + np.sum(lost, axis=axis, keepdims=True)
+    # down = growth / (1 + growth); whatever the errors, p~ lies in [0, 1]
+    down = np.where(growth < 1, growth / (1 + np.minimum(growth, 1)), 1)
+    e = np.where(p > 0, p * np.where(p > 0, np.maximum(up, down), 0), lost)
+    e = np.minimum(e, np.maximum(p, 1 - p))
     if r.recomputes:
         e = np.maximum(e, _recomputed(r, s, p, S, top, c * mean, axis))
     return r.around(p, e + np.where(seen, r.eta, 0), (s.shape[axis]) * r.sum_unit + 4 * r.unit)
@@ -54,9 +56,12 @@ def _recomputed(r: Reading, s: Ball, p: Any, S: Any, top: Any, error: Any, axis:
     another order, and that of L stay. `error` is that of log(sum) by the d of softmax."""
     log = np.log(np.maximum(np.sum(np.where(np.isfinite(s.v), np.exp(S - top), 0), axis=axis, keepdims=True), 1))
     L = top + log
-    error = error + r.unit * (3 * np.abs(L) + (r.exp_error + 2) * log + r.exp_error)
-    error = error + s.radius + r.unit * (r.exp_error + 3 * np.abs(S - L) + np.abs(S) + np.abs(L))
-    return p * np.expm1(np.minimum(np.where(p > 0, error, 0), MOST))
+    d = error + r.unit * (3 * np.abs(L) + (r.exp_error + 2) * log + r.exp_error)
+    d = np.where(np.isfinite(s.v), d + s.radius + r.unit * (r.exp_error + 3 * np.abs(S - L) + np.abs(S) + np.abs(L)), 0)
+    if not np.all(d <= MOST):
+        r.leave("nothing is known of an exponential")
+        d = np.minimum(d, MOST)
+    return np.where(p > 0, p * np.expm1(d), np.where(d > 1, np.exp(np.minimum(S - L, 0) + d), 0))
 
 
 def _moves(s: np.ndarray, axis: int) -> np.ndarray:
@@ -72,8 +77,9 @@ def _moves(s: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _masked(r: Reading, s: Any, keep: np.ndarray, fill: float) -> Ball:
-    s = r.lift(s)
-    return r.merged([s], np.where(keep, s.v, fill), np.where(keep, s.m, 0), np.where(keep, s.e, 0))
+    kept = r.merged([r.lift(s)], lambda x: np.where(keep, x, 0))
+    kept.v = np.where(keep, kept.v, fill)
+    return kept
 
 
 def _softplus(r: Reading, w: Any) -> Ball:
@@ -81,7 +87,10 @@ def _softplus(r: Reading, w: Any) -> Ball:
     for |x - w| <= d, the error expm1(d) sigmoid(w)."""
     w = r.lift(w)
     v = primitives.softplus(w.v)
-    d = np.minimum(w.radius + r.unit * (r.exp_error + 2 * np.abs(w.v)), MOST)
+    d = w.radius + r.unit * (r.exp_error + 2 * np.abs(w.v))
+    if not np.all(d <= MOST):
+        r.leave("nothing is known of an exponential")
+        d = np.minimum(d, MOST)
     return r.around(v, np.expm1(d) * primitives.sigmoid(w.v) + r.eta, (r.exp_error + 1) * r.unit)
 
 
@@ -89,9 +98,9 @@ def _mahalanobis(r: Reading, x: Any, mu: Any, var: Any) -> Ball:
     x, mu, var = (r.lift(a) for a in (x, mu, var))
     error = var.radius
     low = var.v - error
-    if np.any(low <= 0):
+    if np.any(low <= r.least):
         r.leave("a variance may be zero")
-        low = np.where(low > 0, low, np.finfo(float).tiny)
+        low = np.where(low > r.least, low, r.least)
     E = x.v[:, None, :] - mu.v[None, :, :]
     dE = x.radius[:, None, :] + mu.radius[None, :, :] + r.eta
     terms = E * E / var.v
@@ -142,13 +151,15 @@ def _stored(r: Reading, x: Ball) -> Ball:
 
 def _either(r: Reading, x: Any, y: Any) -> Ball:
     x, y = r.lift(x), r.lift(y)
-    return r.merged([x, y], x.v, np.maximum(x.m, y.m), np.maximum(x.e, y.e))
+    widest = r.merged([x, y], np.maximum)
+    widest.v = x.v
+    return widest
 
 
 def _shifted(r: Reading, s: Ball, by: Any) -> Ball:
-    """Two more additions, and a factor log2(e) that multiplies what was added too."""
+    """Two more additions, and a rounded factor log2(e) that multiplies what is added, not the sum."""
     by = np.abs(getattr(by, "v", by))
-    return type(s)(r, s.v, s.m + by, s.e, s.w + 3 * r.unit, s.n + 2)
+    return type(s)(r, s.v, s.m + by, s.e, s.w + 4 * r.unit, s.n + 2, z=s.z)
 
 
 PRIMITIVES: Mapping[Any, Callable[..., Any]] = {

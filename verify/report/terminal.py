@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from mixproof.verify.verdict import Verdict
 
-MARKS = {"error": "ERROR", "undecided": "?", "not run": "-", "not applicable": ""}
+MARKS = {"error": "ERROR", "undecided": "?", "not run": "-"}
 COLORS = {"fail": "1;31", "error": "1;31", "undecided": "33", "not run": "2"}
-LEGEND = "worst |error| / bound: <= 1 holds, ! broken;  = bit-equal;  ? undecided;  - not run;  blank: does not apply"
+LEGEND = """worst |error| / bound: <= 1 holds, ! is broken, = is bit-equal
+? undecided, - not run here, blank: the law does not apply"""
 HEAD = 13  # a longer name of an implementation is broken at a dot or underscore, one piece below the other
 NARROWEST, WIDEST = 80, 120
 
@@ -72,22 +73,17 @@ def matrix(verdicts: Sequence[Verdict], width: int = NARROWEST, color: bool = Fa
     A table is 80 columns wide, up to 120 where the screen has them, unless one implementation needs more."""
     tables = []
     for operator in dict.fromkeys(v.operator for v in verdicts):
-        own = [v for v in verdicts if v.operator == operator]
-        cells = {(v.law, v.subject): v for v in own}
-        laws = [
-            w for w in dict.fromkeys(v.law for v in own) if any(cells[k].status in SHOWN for k in cells if k[0] == w)
-        ]
-        if laws:
-            margin = max(len(operator), 2 + max(map(len, laws)))
-            heads = {s: _pieces(s) for s in dict.fromkeys(v.subject for v in own)}
+        shown = [v for v in verdicts if v.operator == operator and v.status != "not applicable"]
+        if shown:
+            margin = max(len(operator), 2 + max(len(v.law) for v in shown))
+            heads = {s: _pieces(s) for s in dict.fromkeys(v.subject for v in shown)}
             widths = {s: 2 + max(9, *map(len, pieces)) for s, pieces in heads.items()}
             room = min(max(width, NARROWEST), WIDEST) - margin
             for subjects in _blocks(widths, room):
+                cells = {(v.law, v.subject): v for v in shown if v.subject in subjects}
+                laws = [law for law in dict.fromkeys(v.law for v in verdicts) if any(law == own for own, _ in cells)]
                 tables.append(_table(operator, laws, subjects, cells, heads, widths, margin, color))
     return "\n".join(tables)
-
-
-SHOWN = ("pass", "fail", "undecided", "error", "not run")
 
 
 def _table(

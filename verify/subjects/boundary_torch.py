@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -82,7 +81,7 @@ class _Seed(torch.autograd.Function):
         return y.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, scalar: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *scalar: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.cotangent, None
 
 
@@ -99,8 +98,8 @@ def gradients(
         )
     try:
         with quiet():
-            loss = sum(_Seed.apply(y, cotangents[n].to(y.dtype)) for n, y in reached.items())
-            grads = torch.autograd.grad([loss], [leaves[n] for n in names], allow_unused=True)
+            seeds: list[Any] = [_Seed.apply(y, cotangents[n].to(y.dtype)) for n, y in reached.items()]
+            grads = torch.autograd.grad([torch.stack(seeds).sum()], [leaves[n] for n in names], allow_unused=True)
     except Exception as error:
         raise SubjectError(f"{subject.name} raised in backward: {first_line(error)}") from error
     return {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(names, grads, strict=True)}
@@ -207,12 +206,3 @@ def flops(subject: Any, native: Mapping[str, Any]) -> int:
     with _Counter() as counter:
         subject.invoke(native)
     return counter.total
-
-
-def versions() -> dict[str, str]:
-    found = {"torch": torch.__version__}
-    if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
-    elif os.environ.get("TRITON_INTERPRET") == "1":
-        found["triton"] = "interpreted"
-    return found

@@ -32,16 +32,14 @@ def of_inputs(operator: Operator, change: Callable[[Operator, Arrays], Arrays]) 
     return lambda **inputs: right(**change(operator, inputs))
 
 
-def as_contiguous(x: Any) -> Any:
+def as_contiguous(x: np.ndarray) -> np.ndarray:
     """What is read at x's address by who assumes that its rows follow each other."""
-    if not isinstance(x, np.ndarray):
-        return x
-    strides = np.cumprod((x.itemsize, *x.shape[:0:-1]))[::-1] if x.ndim else ()
+    strides = np.cumprod((x.itemsize, *x.shape[:0:-1]))[::-1]
     return np.lib.stride_tricks.as_strided(x, x.shape, tuple(int(s) for s in strides))
 
 
 def contiguous(operator: Operator, inputs: Arrays) -> Arrays:
-    return {name: as_contiguous(x) for name, x in inputs.items()}
+    return inputs | {n: as_contiguous(inputs[n]) for n in named(operator, "token", inputs)}
 
 
 def first_head(operator: Operator, inputs: Arrays) -> Arrays:

@@ -40,7 +40,7 @@ _declared = functools.partial(
 @_declared("gma.responsibilities", name="torch.eager")
 def responsibilities(x: Tensor, mu: Tensor, omega: Tensor, alpha: Tensor, v_min: float = 0.0) -> Tensor:
     """gamma_k(x) = pi_k N(x | mu_k, var_k) / sum_l pi_l N(x | mu_l, var_l).  (B, T, H, R) -> (B, T, H, K).  (3)"""
-    _check_sizes(False, x=x, mu=mu, omega=omega, alpha=alpha)
+    _check({"v_min": v_min}, x=x, mu=mu, omega=omega, alpha=alpha)
     wide = _wide(x, mu, omega, alpha)
     with _no_autocast(x):
         gamma = _gamma(x.transpose(1, 2).to(wide), _mixture(mu, omega, alpha, v_min, wide))
@@ -317,20 +317,27 @@ _STATES = {"S0": "BHKV", "Z0": "BHK"}
 
 
 def _run(form: Callable[..., Any], q, k, v, mu, omega, alpha, *rest, causal: bool = False) -> Any:
-    """Check the shapes, put heads before tokens, and put them back in O."""
+    """Check the arguments, put heads before tokens, and put them back in O."""
     states = dict(zip(_STATES, rest, strict=False)) if causal else {}
-    _check_sizes(causal, q=q, k=k, v=v, mu=mu, omega=omega, alpha=alpha, **states)
+    eps, v_min = rest[len(states) : len(states) + 2]
+    _check({"eps": eps, "v_min": v_min}, causal, q=q, k=k, v=v, mu=mu, omega=omega, alpha=alpha, **states)
     with _no_autocast(q):
         result = form(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mu, omega, alpha, *rest)
     return (result[0].transpose(1, 2), *result[1:]) if causal else result.transpose(1, 2)
 
 
-def _check_sizes(causal: bool, **tensors: Tensor | None) -> None:
+def _check(scalars: dict[str, float], causal: bool = False, **tensors: Tensor | None) -> None:
+    """Raises TypeError or ValueError naming the argument that makes no sense."""
     sizes: dict[str, tuple[int, str]] = {}
-    for name, x in tensors.items():
+    given = {name: x for name, x in tensors.items() if x is not None or name not in _STATES}
+    for name, x in given.items():
         axes = (_AXES | _STATES)[name].replace("S", "T" if causal else "S")
-        if x is None:
-            continue
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name} is {kind}; expected a floating-point tensor")
+        first, like = next(iter(given.items()))
+        if x.device != like.device:  # type: ignore[union-attr]
+            raise ValueError(f"{name} is on {x.device}, but {first} is on {like.device}")  # type: ignore[union-attr]
         if x.ndim != len(axes):
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected axes ({', '.join(axes)})")
         for axis, n in zip(axes, x.shape, strict=True):
@@ -339,6 +346,14 @@ def _check_sizes(causal: bool, **tensors: Tensor | None) -> None:
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}: axis {axis} is {n}, but {first} has {axis}={size}"
                 )
+        # on a GPU a look at values would hold up the stream
+        if name in ("mu", "omega", "alpha") and x.is_cpu and not torch.compiler.is_compiling() and x.isnan().any():
+            raise ValueError(f"{name} contains NaN")
+    if sizes["K"][0] == 0:
+        raise ValueError("mu, omega and alpha describe K = 0 components; at least one is needed")
+    for name, value in scalars.items():
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name} is {value}; it must be finite and not negative")
 
 
 def _slices(x: Tensor, chunk: int) -> list[slice]:

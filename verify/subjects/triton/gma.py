@@ -278,9 +278,12 @@ def _sizes(wanted: str, arguments: Mapping[str, tuple[Tensor | None, str]], **sc
         for axis, n in zip(axes, x.shape, strict=True):
             if sizes.setdefault(axis, n) != n:
                 raise ValueError(f"{name} has shape {tuple(x.shape)}: axis {axis} is {n}, but elsewhere {sizes[axis]}")
+        # on a GPU a look at values would hold up the stream
+        if name in ("mu", "omega", "alpha") and x.is_cpu and x.isnan().any():
+            raise ValueError(f"{name} contains NaN")
     if sizes["K"] == 0:
         raise ValueError("mu has no components; expected K >= 1")
     for name, value in scalars.items():
-        if not value >= 0:
-            raise ValueError(f"{name} is {value}; expected a number that is not negative")
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name} is {value}; it must be finite and not negative")
     return [sizes[axis] for axis in wanted]
