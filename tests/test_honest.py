@@ -8,7 +8,6 @@ alarm is a mistake in the reference, in a ball, in a law, or here. A letter mean
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from mixproof.verify.judge import Profile, judge
 from mixproof.verify.subject import Subject
 from mixproof.verify.subjects.reference import batched
 
-PROFILE = Profile("honest", 40, small=True)
+PROFILE = Profile("honest", 16, small=True)  # more examples raised no alarm either
 LAWS = ("forward", "vjp", "extremes", "split")
 CHUNK = 8
 LOG2E = np.float32(1 / math.log(2))
@@ -433,8 +432,8 @@ class Retention:
 
 @dataclass(frozen=True)
 class Attention:
-    """`form`: parallel, or online over blocks of keys, perhaps `reverse`d. `folded`: exps in base two, log2(e) and scale
-    one constant. `recompute`: the backward forms exp(S - L) from a stored L. `delta`: of "rows" dO O, or of P dP."""
+    """`form`: parallel, or online over blocks of keys, perhaps `reverse`d. `folded`: exps in base two, with log2(e) and
+    scale one constant. `recompute`: the backward forms exp(S - L) from a stored L. `delta`: of "rows" dO O, or of P dP."""
 
     machine: Machine = Machine()
     form: str = "parallel"
@@ -653,10 +652,10 @@ def test_float32_raises_no_alarm(operator, name, way):
 @pytest.mark.parametrize("operator", ["gma.causal", "gma.bidirectional", "retention", "softmax_attention"])
 def test_low_precision_raises_no_alarm(operator, dot, dtype):
     family = {"gma": GMAS, "ret": RETENTIONS, "sof": ATTENTIONS}[operator[:3]]
+    way = list(family.values())[1 + HALVES.index((dot, dtype))]
     order = "pairwise" if dot == "float32" else "tensor core"
-    for way in itertools.islice(family.values(), 1, 3):
-        machine = dataclasses.replace(way.machine, order=order, dot=dot)
-        assert_silent(subject(operator, dataclasses.replace(way, machine=machine, store=dtype), dtype, dot=dot))
+    machine = dataclasses.replace(way.machine, order=order, dot=dot)
+    assert_silent(subject(operator, dataclasses.replace(way, machine=machine, store=dtype), dtype, dot=dot))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -199,7 +199,8 @@ def atlas(domain: Domain, small: bool = False, extreme: bool = False) -> Iterato
             sizes = {"B": B, "H": H, "T": T, "S": max(1, T + (i % 3) - 1), "K": K, "R": R, "V": V, "D": R + 1}
             # Of the extremes, `disjoint` needs a small state (a large one fills the denominator), `negative` the flag.
             # The flag has no period that a law's selection of every second or fourth case could fall in step with.
-            state = ("random", *STATES)[(i + d + 2 * extreme) % (1 + len(STATES))]
+            turn = i // 6 if d > 1 else 0  # those that take turns would meet every second state only
+            state = ("random", *STATES)[(i + d + 2 * extreme + turn) % (1 + len(STATES))]
             flag = (i // 2 + i // 4 + extreme) % 2 == 0
             fields = dict(dtype=dtype, parameters=parameters, regime=regime, state=state, flag=flag, seed=i)
             yield domain.case(sizes, **fields)
@@ -245,12 +246,14 @@ def smaller(case: Case, domain: Domain) -> Iterator[Case]:
     if case.state not in ("absent", "zero", "random"):
         yield dataclasses.replace(case, state="random")
     for axis, n in case.sizes:
+        if case.flag and axis == "S":
+            continue  # moves with T
         tried = set()
         for target in (1, n // 2, n - domain.chunk, n - 1):
             small = domain.fit(axis, target) if target > 0 else n
             if small < n and small not in tried:
                 tried.add(small)
                 changed = {axis: small}
-                if case.flag and axis in ("T", "S") and "S" in dict(case.sizes):
+                if case.flag and axis == "T" and "S" in dict(case.sizes):
                     changed = {"T": small, "S": small}
                 yield case.resized(**changed)

@@ -131,18 +131,19 @@ def load_file(spec: str, operator: str | None = None, origin: str | None = None,
     if operator and not name:
         raise UsageError(f"--as {operator}: say which function: {path}:FUNCTION")
     declare = implements(operator, name=name, **options) if operator else None  # first: it finds wrong options at once
+    before = "triton" in sys.modules
     module = _import(Path(path))
+    triton = uses_triton(Path(path)) or (not before and "triton" in sys.modules)
     if name and not callable(getattr(module, name, None)):
         near = get_close_matches(name, [n for n, f in vars(module).items() if callable(f)], n=1)
         raise UsageError(f"{path} has no function {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     if declare is not None:
         function = getattr(module, name)
         (declaration,) = getattr(declare(lambda: None), ATTRIBUTE)
-        if uses_triton(Path(path)):
-            declaration = dataclasses.replace(declaration, requires=(*declaration.requires, "triton"))
-        return [_subject(declaration, function, origin, spec)]
+        return [_subject(_needing(declaration, triton), function, origin, spec)]
     functions = [f for n, f in vars(module).items() if getattr(f, ATTRIBUTE, ()) and (not name or n == name)]
-    subjects = [_subject(d, f, origin, spec) for f in dict.fromkeys(functions) for d in getattr(f, ATTRIBUTE)]
+    declared = [(_needing(d, triton), f) for f in dict.fromkeys(functions) for d in getattr(f, ATTRIBUTE)]
+    subjects = [_subject(d, f, origin, spec) for d, f in declared]
     if not subjects:
         hint = f"mixproof check {path}:{name or 'FUNCTION'} --as OPERATOR"
         raise AdapterError(f"{spec} declares no implementation; decorate one with @implements, or run {hint}")
@@ -159,6 +160,13 @@ def distinct(subjects: Iterable[Subject]) -> dict[str, Subject]:
             raise AdapterError(f"two implementations are called {s} ({places}); give one of them another name=")
         named[str(s)] = s
     return named
+
+
+def _needing(declaration: Declaration, triton: bool) -> Declaration:
+    """Kernels that may run through the interpreter must be known as such: dtypes are trusted only after a canary."""
+    if "triton" in declaration.requires or not triton:
+        return declaration
+    return dataclasses.replace(declaration, requires=(*declaration.requires, "triton"))
 
 
 def uses_triton(path: Path) -> bool:
@@ -204,7 +212,7 @@ def _import(path: Path) -> ModuleType:
     sys.path.insert(0, folder)  # a kernel file may import its neighbours
     sys.modules[name] = module  # Triton finds a kernel's source through its module
     try:
-        if importlib.util.find_spec("triton") and importlib.util.find_spec("torch") and uses_triton(path):
+        if importlib.util.find_spec("triton") and importlib.util.find_spec("torch"):
             import_module("mixproof.verify.subjects.triton.interpreter").start()
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
