@@ -410,8 +410,34 @@ def measure(name: str, arithmetic: Arithmetic, kind: str, seeds: int) -> float:
 def test_no_honest_machine_leaves_the_ball_and_one_comes_near(name: str) -> None:
     for label, arithmetic in ARITHMETICS.items():
         for kind in KINDS:
-            assert measure(name, arithmetic, kind, 2) <= 1, (label, kind)
+            assert measure(name, arithmetic, kind, 1 if label.startswith("all") else 2) <= 1, (label, kind)
     assert measure(name, ARITHMETICS["float32"], "normal", 8) >= 1 / OPERATIONS[name][1]
+
+
+def test_a_running_maximum_may_move_at_every_entry() -> None:
+    """One exp more each time: nearly equal logits that rise, read one by one. Falling ones, read from the end."""
+    values = np.linspace(0, 0.5, 48)[None]
+    ratios = []
+    for s, softmax in ((values, "online 1"), (values[:, ::-1], "reversed 1"), (values, "reversed 1")):
+        ball = primitives.softmax(Reading(natural("float32")).ball(s))
+        for mode in MODES:
+            machine = Machine(natural("float32"), 0, mode=mode, softmax=softmax)
+            ratios.append(worst(ball, primitives.softmax(machine(s))))
+    assert 0.4 < max(ratios) <= 1
+
+
+@pytest.mark.parametrize("distance", ["quotient", "reciprocal", "root", "late"])
+def test_distances_by_roots_reciprocals_and_quotients(distance: str) -> None:
+    arithmetic, random = natural("float32"), np.random.default_rng(0)
+    x, mu = (_draw("normal", random, "float32", 6, 2) for _ in range(2))
+    var = round_to(np.exp(random.normal(size=(6, 2))), "float32")
+    reading = Reading(arithmetic)
+    ball = primitives.mahalanobis(*(reading.ball(a) for a in (x, mu, var)))
+    ratios = []
+    for mode in MODES:
+        machine = Machine(arithmetic, 0, mode=mode, distance=distance, order="forward")
+        ratios.append(worst(ball, primitives.mahalanobis(*(machine(a) for a in (x, mu, var)))))
+    assert (0.7 if distance == "root" else 0.3) < max(ratios) <= 1
 
 
 def test_a_radius_too_small_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,6 +511,23 @@ def test_a_state_is_carried_in_any_split() -> None:
     assert max(float(np.max(b.radius / balls[0].radius)) for b in balls) <= 3
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_operands_may_be_rounded_before_or_after_they_are_added(dtype: str) -> None:
+    """q (S + R) with S + R nearly zero: rounding S and R apart loses what rounding their sum does not."""
+    arithmetic = natural(dtype, casts=1)
+    random = np.random.default_rng(0)
+    q, S, D = _draw("normal", random, dtype, 3, 4), random.normal(size=(4, 2)), random.normal(size=(4, 2))
+    R = round_to(-S * (1 + 2.0**-12 * D), "float32")
+    ratios = []
+    for mode in MODES:
+        reading, machine = Reading(arithmetic), Machine(arithmetic, 0, mode=mode)
+        ball = reading.ball(q) @ (reading.ball(S, exact=False) + reading.ball(R, exact=False))
+        x, s, r = machine(q), machine(S, exact=False), machine(R, exact=False)
+        ratios += [worst(ball, x @ (s + r)), worst(ball, x @ s + x @ r)]
+    assert 0.3 < max(ratios) <= 1
+    assert max(ratios[::2]) < 0.01
+
+
 def test_the_radius_of_a_recurrence_is_linear_in_its_length() -> None:
     reading = Reading(natural("float32"))
     gamma, k = reading.ball(np.asarray(1.0)), reading.ball(np.ones((256, 1)))
@@ -556,7 +599,7 @@ def whole(case: Case, arithmetic: Arithmetic, machines: int) -> tuple[float, flo
 @pytest.mark.parametrize("label", ARITHMETICS)
 def test_no_honest_machine_leaves_the_ball_of_a_whole_operator(name: str, label: str) -> None:
     arithmetic = ARITHMETICS[label]
-    ratios = [whole(case, arithmetic, 3) for case in some_cases(name, arithmetic, 8, most=9)]
+    ratios = [whole(case, arithmetic, 3) for case in some_cases(name, arithmetic, 6, most=9)]
     assert max(r for pair in ratios for r in pair) <= 1
     if not label.startswith("all"):
         assert max(r for r, _ in ratios) > 0.05  # and one comes near

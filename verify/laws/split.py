@@ -24,7 +24,8 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     elif T <= EVERY and not subject.slow:
         splits = allowed
     else:
-        splits = [n for n in allowed if n in {0, 1, C - 1, C, C + 1, T // 2, T - 1, T}]
+        edges = {T // 2, C, T} if subject.slow else {0, 1, C - 1, C, C + 1, T // 2, T - 1, T}
+        splits = [n for n in allowed if n in edges]
     evidence = []
     for at in splits:
         first = {n: x[:, :, :at] if n in tokens else x for n, x in inputs.items()}

@@ -71,6 +71,10 @@ def strided(x: np.ndarray, kind: str) -> np.ndarray:
     return flat[3:].reshape(x.shape)
 
 
+def one_thread() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def poisoned_allocation() -> Iterator[None]:
     """np.empty and np.empty_like give NaN."""

@@ -125,6 +125,17 @@ def strided(t: torch.Tensor, kind: str) -> torch.Tensor:
     return flat[3:].view(t.shape)
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Small tensors cost more to share among threads than to compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 ALLOCATORS = ("empty", "empty_like", "empty_strided")
 
 

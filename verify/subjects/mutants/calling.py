@@ -15,7 +15,7 @@ from mixproof.verify.subjects.reference import batched
 CHUNK = 8
 MIXED, NOISE = 2.0**-20, 2.0**-22
 Arrays = dict[str, Any]
-Run = Callable[..., Any]
+Run = Any  # a function of (B, H, T, D) arrays by name; its attribute `vjp`, if there is one, gives their gradients
 
 
 def honest(operator: Operator) -> Run:
@@ -149,7 +149,7 @@ def overwritten_cotangents(operator: Operator) -> Run:
 
 def one_sequence(operator: Operator) -> Run:
     """The gradient of a parameter comes from the last sequence of the batch: stored, not added."""
-    run = of_cotangents(operator, dict)
+    run: Run = of_cotangents(operator, dict)
     full = run.vjp
 
     def vjp(cotangents: Mapping[str, Any], **inputs: Any) -> Arrays:
