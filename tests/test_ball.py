@@ -20,7 +20,7 @@ from mixproof.reference import OPERATORS, primitives
 from mixproof.verify import oracle
 from mixproof.verify.arithmetic import BITS, LARGEST, UNDERFLOW, UNIT, Arithmetic, holds, natural, round_to
 from mixproof.verify.case import Case, Domain
-from mixproof.verify.numbers.ball import Ball, Reading, tolerance
+from mixproof.verify.numbers.ball import SLACK, Ball, Reading, tolerance
 from mixproof.verify.numbers.ball_primitives import PRIMITIVES
 from mixproof.verify.numbers.certified import certified_error, enclose
 
@@ -321,6 +321,7 @@ ARITHMETICS = {
     "all bfloat16": low("bfloat16"),
     "all float16": low("float16"),
 }
+wide = natural("float64")
 KINDS = ("normal", "cancelling", "tiny", "large", "equal", "zeros")
 keep = np.tril(np.ones((5, 5), dtype=bool))
 away = np.abs  # from zero
@@ -426,18 +427,54 @@ def test_a_running_maximum_may_move_at_every_entry() -> None:
     assert 0.4 < max(ratios) <= 1
 
 
-@pytest.mark.parametrize("distance", ["quotient", "reciprocal", "root", "late"])
+@pytest.mark.parametrize("distance", ["quotient", "reciprocal", "root", "late", "expanded"])
 def test_distances_by_roots_reciprocals_and_quotients(distance: str) -> None:
-    arithmetic, random = natural("float32"), np.random.default_rng(0)
-    x, mu = (_draw("normal", random, "float32", 6, 2) for _ in range(2))
-    var = round_to(np.exp(random.normal(size=(6, 2))), "float32")
+    kind = "expanded" if distance == "expanded" else "direct"
+    arithmetic, random = natural("float32", distance=kind), np.random.default_rng(0)
+    far, R = (2.0**9, 32) if kind == "expanded" else (0, 2)  # long sums, far away: there expanded squares cancel
+    x, mu = (round_to(_draw("normal", random, "float32", 6, R) + far, "float32") for _ in range(2))
+    var = round_to(np.exp(random.normal(size=(6, R))), "float32")
     reading = Reading(arithmetic)
     ball = primitives.mahalanobis(*(reading.ball(a) for a in (x, mu, var)))
     ratios = []
     for mode in MODES:
         machine = Machine(arithmetic, 0, mode=mode, distance=distance, order="forward")
         ratios.append(worst(ball, primitives.mahalanobis(*(machine(a) for a in (x, mu, var)))))
-    assert (0.7 if distance == "root" else 0.3) < max(ratios) <= 1
+    assert {"root": 0.7, "expanded": 0.05}.get(distance, 0.3) < max(ratios) <= 1
+
+
+X = np.asarray
+NONLINEAR: dict[str, Callable[..., Any]] = {
+    "exp": lambda x: np.exp(x),
+    "log": lambda x: np.log(np.abs(x) + 1),
+    "log1p": lambda x: np.log1p(x / 8),
+    "sqrt": lambda x: np.sqrt(np.abs(x)),
+    "quotient": lambda x: 1 / (x + 4),
+    "square": lambda x: x * x,
+    "softmax": lambda x: primitives.softmax(x),
+    "hard softmax": lambda x: primitives.softmax(16 * x),
+    "softplus": lambda x: primitives.softplus(x),
+    "sigmoid": lambda x: primitives.sigmoid(x),
+    "distance of x": lambda x: primitives.mahalanobis(x[:, None], X([[0.5]]), X([[2.0]])),
+    "distance to x": lambda x: primitives.mahalanobis(X([[0.5]]), x[:, None], X([[2.0]])),
+    "distance under x": lambda x: primitives.mahalanobis(X([[2.5]]), X([[0.5]]), (np.abs(x) + 1)[:, None]),
+    "maximum": lambda x: np.maximum(x, 0.25),
+}
+
+
+@pytest.mark.parametrize("size", [2.0**-20, 2.0**-6, 0.5])
+@pytest.mark.parametrize("name", NONLINEAR)
+def test_errors_of_arguments_reach_results(name: str, size: float) -> None:
+    """An argument anywhere within its radius: the result stays inside its own, and is sometimes well outside half."""
+    f, random = NONLINEAR[name], np.random.default_rng(0)
+    ratios = []
+    for _ in range(20):
+        x = random.normal(size=4)
+        h = size * np.abs(random.normal(size=4))
+        ball = f(Reading(wide).ball(x).widened(h))
+        if not ball.reading.vacuous:
+            ratios += [worst(ball, f(x + h * random.choice([-1, 1], size=4))) for _ in range(16)]
+    assert 0.5 < max(ratios) <= SLACK  # it is attained, up to float64's own rounding
 
 
 def test_a_radius_too_small_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,8 +485,6 @@ def test_a_radius_too_small_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --------------------------------------------------------------------------------------- any order, checked exactly
-
-wide = natural("float64")
 
 
 def exactly(x: np.ndarray) -> np.ndarray:
@@ -685,7 +720,6 @@ def test_the_ball_of_float64_contains_the_certified_error(name: str) -> None:
 # ------------------------------------------------------------------------------------------- outside the domain
 
 f16, f32 = natural("float16"), natural("float32")
-X = np.asarray
 OUTSIDE: dict[str, tuple[Arithmetic, Callable[[Reading], Any], str]] = {
     "zero divisor": (f32, lambda r: r.ball(X(1.0)) / r.ball(X(0.0)), "divisor may be zero"),
     "cancelled divisor": (f32, lambda r: 1 / (r.ball(X(1.0)) - r.ball(X([1.0])) + 2.0**-26), "divisor may be zero"),
@@ -730,6 +764,14 @@ def test_inside_the_domain_nothing_is_vacuous() -> None:
     x = reading.ball(X([[200.0, 1.0]]))
     tolerance(np.exp(np.log(x) - 1) / x @ x.T, "float16")
     assert not reading.vacuous
+
+
+def test_either_covers_both() -> None:
+    reading = Reading(f32)
+    x = reading.ball(np.ones(2))
+    for pair in ((x, x.widened(X([0.5, 0.25]))), (x.widened(X([0.5, 0.25])), x)):
+        assert np.all(primitives.either(*pair).radius >= [0.5, 0.25])
+        assert np.array_equal(primitives.either(*pair).v, x.v)
 
 
 def test_what_a_ball_cannot_do_is_refused() -> None:

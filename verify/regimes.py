@@ -134,21 +134,26 @@ def _floor(d: Draw) -> None:
     d.scalar(2.0**-7, "floor")
 
 
+VALUE = frozenset({"value"})
 GMA = frozenset({"log_variance"})
 DECAY = frozenset({"decay"})
 DOT = frozenset({"key"})
 
 REGIMES: dict[str, Regime] = {
     "normal": Regime(lambda d: None, "standard normal values"),
-    "constant": Regime(lambda d: d.fill(1.0, "value"), "equal roundings add up; weights that do not sum to one show"),
+    "constant": Regime(lambda d: d.fill(1.0, "value"), "equal roundings add up; weights that do not sum to one", VALUE),
     "impulse": Regime(lambda d: d.map(_impulse, "value"), "one token matters: indexing", frozenset({"value"})),
     "alternating": Regime(lambda d: d.map(_alternate, "value"), "sums that stagnate", frozenset({"value"})),
     "outliers": Regime(_outliers, "a few large entries: rescaling", extreme=True),
-    "growing": Regime(lambda d: d.map(lambda a: _ramp(a, 20), "value"), "amplifies what leaks from later tokens"),
-    "fading": Regime(lambda d: d.map(lambda a: _ramp(a, -20), "value"), "amplifies what is left of earlier tokens"),
-    "large": Regime(lambda d: d.map(lambda a: 2.0**12 * a, "value"), "overflow in half precision", extreme=True),
+    "growing": Regime(
+        lambda d: d.map(lambda a: _ramp(a, 20), "value"), "amplifies what leaks from later tokens", VALUE
+    ),
+    "fading": Regime(
+        lambda d: d.map(lambda a: _ramp(a, -20), "value"), "amplifies what is left of earlier tokens", VALUE
+    ),
+    "large": Regime(lambda d: d.map(lambda a: 2.0**12 * a, "value"), "overflow in half precision", VALUE, extreme=True),
     "small": Regime(
-        lambda d: d.map(lambda a: 2.0**-12 * a, "value"), "absolute tolerances and underflow", extreme=True
+        lambda d: d.map(lambda a: 2.0**-12 * a, "value"), "absolute tolerances and underflow", VALUE, extreme=True
     ),
     "equal": Regime(_equal, "all tokens alike: uniform weights", frozenset(TOKENS)),
     "integers": Regime(_integers, "exactly representable sums, decay one", frozenset({"value", "routing"})),
@@ -159,6 +164,12 @@ REGIMES: dict[str, Regime] = {
     "disjoint": Regime(_disjoint, "queries and keys share no component: the denominator is epsilon", GMA, extreme=True),
     "variances": Regime(lambda d: d.map(lambda a: 4 * a, "log_variance"), "log-determinant terms", GMA),
     "priors": Regime(lambda d: d.map(lambda a: 12 * a, "logit"), "dead components, prior terms", GMA, extreme=True),
+    "wide": Regime(
+        lambda d: d.map(lambda a: np.where(a > 0.3, 100.0, a), "log_variance"),
+        "exp(omega) overflows where softplus(omega) does not",
+        GMA,
+        extreme=True,
+    ),
     "floor": Regime(_floor, "the variance is its floor", GMA),
     "identical": Regime(_identical, "all components alike", GMA),
     "epsilon": Regime(lambda d: d.scalar(0.25, "epsilon"), "where epsilon is added", frozenset({"epsilon"})),

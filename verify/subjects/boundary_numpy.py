@@ -26,7 +26,7 @@ def trusted_dtypes(declaration: Any) -> tuple[str, ...]:
 
 def tensor(x: np.ndarray, dtype: str, declaration: Any) -> np.ndarray:
     """bfloat16 has no NumPy type: its values are held in float32."""
-    return np.array(round_to(x, dtype), dtype="float32" if dtype == "bfloat16" else dtype)
+    return np.array(round_to(x, dtype), dtype="float32" if dtype == "bfloat16" else dtype, order="C")
 
 
 def array(x: np.ndarray) -> np.ndarray:
