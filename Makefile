@@ -2,25 +2,31 @@
 #   make test ARGS="-k retention -x"      passes options on to pytest
 #   make verify TORCH=                    without PyTorch and Triton: what needs them is reported as not run
 #   make test PY=python3.12 VENV=env      another interpreter, another place
+#   make test JOBS=                       in one process (for --pdb); otherwise one on each core
 
 PY    ?= python3
 VENV  ?= .venv
 ARGS  ?=
+JOBS  ?= auto
+# one process a core, not one of all cores each
+export OMP_NUM_THREADS ?= 1
 # The exact PyTorch of this checkout (pyproject.toml has the range). Triton stays free: PyTorch from the default index
 # asks for one version of it, a CPU-only PyTorch for none, so pinning both cannot be satisfied everywhere.
 TORCH ?= torch==2.13.0 'triton; sys_platform == "linux"'
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
+# loadgroup keeps cells that share oracle values on one process
+SPREAD = $(if $(JOBS),-n $(JOBS) --dist loadgroup)
 TYPED := build/typed/mixproof
 
 .PHONY: verify test check format wheel setup clean
 
 verify: $(READY)
-	$(BIN)/pytest verify $(ARGS)
+	$(BIN)/pytest verify $(SPREAD) $(ARGS)
 
 test: $(READY)
-	$(BIN)/pytest tests $(ARGS)
+	$(BIN)/pytest tests $(SPREAD) $(ARGS)
 
 # Pyright does not see through an editable install that maps folders, so it gets the installed layout as two links.
 check: $(READY)
