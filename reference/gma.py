@@ -27,7 +27,7 @@ import numpy as np
 
 from . import gma_mixing as mixing
 from .gma_inputs import CONTEXT, EPS, FIELD, FIELD_MEMORY, MEMORY, MIXTURE, SELF, V_MIN, check, check_cotangents, tokens
-from .primitives import Array, mahalanobis, masked, shifted, sigmoid, softmax, softplus
+from .primitives import Array, either, mahalanobis, masked, shifted, sigmoid, softmax, softplus
 from .spec import Form, Operator, Output
 
 BLOCK = 64  # tokens whose differences to all means, (T, K, R), are held at once
@@ -82,7 +82,7 @@ def responsibilities_vjp(
     """Gradients of <gamma, dgamma> for x, mu, omega and alpha."""
     gamma = responsibilities(x, mu, omega, alpha, v_min)
     check_cotangents(cotangents, gamma=gamma.shape)
-    return _pull_back(gamma, cotangents["gamma"], x, mu, omega, v_min)
+    return _pull_back(gamma, cotangents["gamma"], x, mu, omega, alpha, v_min)
 
 
 def _logits(x: Array, mu: Array, omega: Array, alpha: Array, v_min: float) -> Array:
@@ -95,7 +95,7 @@ def _responsibilities(x: Array, mu: Array, omega: Array, alpha: Array, v_min: fl
     return np.concatenate([softmax(_logits(x[b], mu, omega, alpha, v_min)) for b in _blocks(len(x))])
 
 
-def _pull_back(gamma: Array, dgamma: Array, x: Array, mu: Array, omega: Array, v_min: float) -> Gradients:
+def _pull_back(gamma: Array, dgamma: Array, x: Array, mu: Array, omega: Array, alpha: Array, v_min: float) -> Gradients:
     """From the cotangent of gamma to those of x, mu, omega and alpha."""
     var = softplus(omega) + v_min
     dS = gamma * (dgamma - np.sum(gamma * dgamma, axis=1, keepdims=True))  # (18)
@@ -107,9 +107,11 @@ def _pull_back(gamma: Array, dgamma: Array, x: Array, mu: Array, omega: Array, v
         dx.append(-np.sum(W / var[None, :, :], axis=1))
         moment = moment + np.sum(W, axis=0)
         square = square + np.sum(W * E, axis=0)
-    dalpha = np.sum(dS, axis=0)  # the prior's own correction, -pi_k sum_l dalpha_l, is zero: rows of dS sum to zero
+    dalpha = np.sum(dS, axis=0)
     dvar = (square / var - dalpha[:, None]) / var / 2
-    return {"x": np.concatenate(dx), "mu": moment / var, "omega": dvar * sigmoid(omega), "alpha": dalpha}
+    # through log pi = alpha - log sum exp(alpha) there is a second term, zero because rows of dS sum to zero
+    dprior = either(dalpha, dalpha - softmax(alpha) * np.sum(dalpha))
+    return {"x": np.concatenate(dx), "mu": moment / var, "omega": dvar * sigmoid(omega), "alpha": dprior}
 
 
 def _blocks(T: int) -> list[slice]:
@@ -185,7 +187,7 @@ def bidirectional_vjp(
     """Gradients of <O, dO> for q, k, v, mu, omega and alpha."""
     GQ, GK = _route(BIDIRECTIONAL, q, k, v, mu, omega, alpha, eps, v_min)
     check_cotangents(cotangents, O=(len(q), v.shape[1]))
-    return _route_vjp(mixing.latent_vjp(cotangents, GQ, GK, v, eps), GQ, GK, q, k, mu, omega, v_min)
+    return _route_vjp(mixing.latent_vjp(cotangents, GQ, GK, v, eps), GQ, GK, q, k, mu, omega, alpha, v_min)
 
 
 def cross_vjp(
@@ -195,7 +197,7 @@ def cross_vjp(
     """Gradients of <O, dO> for q, k, v, mu, omega and alpha."""
     GQ, GK = _route(CROSS, q, k, v, mu, omega, alpha, eps, v_min)
     check_cotangents(cotangents, O=(len(q), v.shape[1]))
-    return _route_vjp(mixing.latent_vjp(cotangents, GQ, GK, v, eps), GQ, GK, q, k, mu, omega, v_min)
+    return _route_vjp(mixing.latent_vjp(cotangents, GQ, GK, v, eps), GQ, GK, q, k, mu, omega, alpha, v_min)
 
 
 # --- causal ----------------------------------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ def chunkwise_vjp(
     GQ, GK = _route(CAUSAL, q, k, v, mu, omega, alpha, eps, v_min, S0, Z0)
     check_cotangents(cotangents, O=(len(q), v.shape[1]), S=(len(mu), v.shape[1]), Z=(len(mu),))
     d = mixing.chunkwise_vjp(cotangents, GQ, GK, v, eps, S0, Z0, chunk)
-    return _route_vjp(d, GQ, GK, q, k, mu, omega, v_min)
+    return _route_vjp(d, GQ, GK, q, k, mu, omega, alpha, v_min)
 
 
 def recurrent_vjp(
@@ -260,7 +262,7 @@ def recurrent_vjp(
     """The same gradients by the reverse recurrence over all T stored memories."""
     GQ, GK = _route(CAUSAL, q, k, v, mu, omega, alpha, eps, v_min, S0, Z0)
     check_cotangents(cotangents, O=(len(q), v.shape[1]), S=(len(mu), v.shape[1]), Z=(len(mu),))
-    return _route_vjp(mixing.recurrent_vjp(cotangents, GQ, GK, v, eps, S0, Z0), GQ, GK, q, k, mu, omega, v_min)
+    return _route_vjp(mixing.recurrent_vjp(cotangents, GQ, GK, v, eps, S0, Z0), GQ, GK, q, k, mu, omega, alpha, v_min)
 
 
 # --- shared by the forms ---------------------------------------------------------------------------------------------
@@ -277,11 +279,19 @@ def _route(
 
 
 def _route_vjp(
-    d: Gradients, GQ: Array, GK: Array, q: Array, k: Array, mu: Array, omega: Array, v_min: float
+    d: Gradients,
+    GQ: Array,
+    GK: Array,
+    q: Array,
+    k: Array,
+    mu: Array,
+    omega: Array,
+    alpha: Array,
+    v_min: float,
 ) -> Gradients:
     """From gradients for GQ and GK to those for the inputs; queries and keys share the mixture."""
-    Q = _pull_back(GQ, d["GQ"], q, mu, omega, v_min)
-    K = _pull_back(GK, d["GK"], k, mu, omega, v_min)
+    Q = _pull_back(GQ, d["GQ"], q, mu, omega, alpha, v_min)
+    K = _pull_back(GK, d["GK"], k, mu, omega, alpha, v_min)
     shared = {name: Q[name] + K[name] for name in ("mu", "omega", "alpha")}
     return {"q": Q["x"], "k": K["x"], "v": d["V"]} | shared | {name: d[name] for name in ("S0", "Z0") if name in d}
 

@@ -216,8 +216,6 @@ def _chunks(T: int, chunk: int) -> list[slice]:
     return [slice(a, a + chunk) for a in range(0, T, chunk)]
 
 
-def _joined(
-    dGQ: list[Array], dGK: list[Array], dV: list[Array], GQ: Array, GK: Array, V: Array
-) -> dict[str, Array]:
+def _joined(dGQ: list[Array], dGK: list[Array], dV: list[Array], GQ: Array, GK: Array, V: Array) -> dict[str, Array]:
     parts = {"GQ": (dGQ, GQ), "GK": (dGK, GK), "V": (dV, V)}
     return {name: np.concatenate([like[:0], *rows]) for name, (rows, like) in parts.items()}

@@ -11,7 +11,6 @@ _PUBLIC = {
     "check": "mixproof.verify.judge",
     "Verdict": "mixproof.verify.verdict",
 }
-__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
