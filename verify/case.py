@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mixproof.reference import operator as find_operator
 from mixproof.reference.spec import Operator
-from mixproof.verify.arithmetic import DTYPES, round_to
+from mixproof.verify.arithmetic import DTYPES, LARGEST, round_to
 from mixproof.verify.errors import UsageError
 from mixproof.verify.regimes import DEFAULTS, REGIMES, Draw
 
@@ -73,7 +73,9 @@ class Case:
             if x.role == "scalar" and isinstance(values[x.name], float):
                 values[x.name] = float(round_to(np.asarray(values[x.name]), "float32"))
             elif x.role != "scalar" and x.name in values:
-                values[x.name] = round_to(values[x.name], self.dtype if x.role == "token" else self.parameters)
+                dtype = self.dtype if x.role == "token" else self.parameters
+                most = LARGEST[dtype] / 16  # finite, and so are sums of a few
+                values[x.name] = round_to(np.clip(values[x.name], -most, most), dtype)
         return values
 
     def cotangents(self, outputs: Mapping[str, np.ndarray]) -> Arrays:
