@@ -81,7 +81,7 @@ def matrix(verdicts: Sequence[Verdict], width: int = NARROWEST, color: bool = Fa
             room = min(max(width, NARROWEST), WIDEST) - margin
             for subjects in _blocks(widths, room):
                 cells = {(v.law, v.subject): v for v in shown if v.subject in subjects}
-                laws = [law for law in dict.fromkeys(v.law for v in verdicts) if any(law == own for own, _ in cells)]
+                laws = [law for law in dict.fromkeys(v.law for v in shown) if any(law == own for own, _ in cells)]
                 tables.append(_table(operator, laws, subjects, cells, heads, widths, margin, color))
     return "\n".join(tables)
 
