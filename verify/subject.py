@@ -102,11 +102,11 @@ class Subject:
         left_out = ", ".join(d for d in self.declaration.dtypes if d not in trusted)
         return self.framework.WITHHELD.format(left_out) if left_out else ""
 
-    def domain(self, profile_dtypes: tuple[str, ...] = ()) -> Domain:
+    def domain(self) -> Domain:
         """The cases that it supports."""
         d = self.declaration
         allowed = self.framework.trusted_dtypes(d)
-        kinds = tuple(t for t in d.dtypes if t in allowed and (not profile_dtypes or t in profile_dtypes))
+        kinds = tuple(t for t in d.dtypes if t in allowed)
         flags = [x for x in self.operator.inputs if x.domain == "flag"]
         causal_only = None
         if flags and flags[0].name not in self.takes:

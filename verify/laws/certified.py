@@ -2,14 +2,13 @@
 ones, computed from the same source in ball arithmetic (Arb; mpmath intervals where python-flint is missing)."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from mixproof.verify import oracle
 from mixproof.verify.arithmetic import natural
 from mixproof.verify.case import Case, Domain
-from mixproof.verify.laws.law import Law
+from mixproof.verify.laws.law import Law, as_tuple
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
 
@@ -29,7 +28,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     for (b, h), head in oracle.heads(operator, inputs):
         result = form.function(**head)
         truth = enclose(form.function, head)
-        for y, value, t in zip(operator.outputs, _tuple(result), _tuple(truth), strict=True):
+        for y, value, t in zip(operator.outputs, as_tuple(result), as_tuple(truth), strict=True):
             error = certified_error(value, t)
             evidence.append(
                 Evidence(f"{y.name} certified error", error, 0 * error, forward.bound[y.name][b, h], y.axes)
@@ -56,10 +55,6 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
                     continue
                 evidence.append(Evidence(f"d{name} certified error", error, np.zeros_like(error), bound))
     return evidence
-
-
-def _tuple(result: Any) -> tuple[Any, ...]:
-    return result if type(result) is tuple else (result,)  # an Enclosure is a named tuple
 
 
 def applies(subject: Subject) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mixproof.reference.spec import Form
 from mixproof.verify.case import Case, Domain
-from mixproof.verify.laws.law import Law
+from mixproof.verify.laws.law import Law, as_tuple
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
 
@@ -32,10 +32,10 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
         points.append((system.name, point))
     evidence = []
     for field, point in points:
-        want = _tuple(operator.exact[0].function(**point))
+        want = as_tuple(operator.exact[0].function(**point))
         chunks = [{"chunk": c} for c in range(1, T + 2)] if form.chunked else [{}]
         for options in chunks:
-            got = _tuple(form.function(**point, **options))
+            got = as_tuple(form.function(**point, **options))
             for y, g, w in zip(operator.outputs, got, want, strict=True):
                 label = f"{y.name} over {field}" + (f", chunk {options['chunk']}" if options else "")
                 same = np.asarray(g == w, dtype=float)
@@ -46,10 +46,6 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
 def _form(subject: Subject) -> Form:
     name = subject.name.removeprefix("reference.")
     return next(f for f in subject.operator.exact if f.name == name)
-
-
-def _tuple(result: Any) -> tuple[Any, ...]:
-    return result if isinstance(result, tuple) else (result,)
 
 
 def applies(subject: Subject) -> str:

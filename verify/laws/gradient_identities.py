@@ -15,7 +15,7 @@ import numpy as np
 
 from mixproof.verify.arithmetic import round_to
 from mixproof.verify.case import Case, Domain, atlas
-from mixproof.verify.laws.law import Law, axes_of, expect, expect_gradients, few, needs_gradients
+from mixproof.verify.laws.law import Law, axes_of, completed, expect, expect_gradients, few, needs_gradients
 from mixproof.verify.oracle import Expected
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
@@ -26,7 +26,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     operator, inputs = subject.operator, subject.inputs(case)
     outputs = subject.run(inputs, case.dtype)
     cotangents = case.cotangents({y.name: outputs[y.name] for y in operator.outputs if y.role == "token"})
-    full = cotangents | {n: np.zeros_like(x) for n, x in outputs.items() if n not in cotangents}
+    full = completed(cotangents, outputs)
     got = subject.gradients(inputs, cotangents, case.dtype)
     want = expect_gradients(subject, case, inputs, full, key="identities")
     evidence = [

@@ -180,9 +180,14 @@ def token_inputs(subject: Subject, inputs: Mapping[str, Any]) -> list[str]:
     return [x.name for x in subject.operator.inputs if x.role == "token" and x.name in inputs]
 
 
-def outputs_with_cotangents(subject: Subject, case: Case, outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Random upstream gradients for the outputs that the implementation returns."""
-    return case.cotangents(outputs)
+def completed(cotangents: Mapping[str, np.ndarray], values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Cotangents of all outputs: zero for those that the implementation does not return."""
+    return {n: cotangents.get(n, np.zeros_like(v)) for n, v in values.items()}
+
+
+def as_tuple(result: Any) -> tuple[Any, ...]:
+    """The results of a form, one or several; an Enclosure, a named tuple, is one."""
+    return result if type(result) is tuple else (result,)
 
 
 def few(plan: Iterable[Case], count: int) -> Iterator[Case]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mixproof.verify.case import Case, Domain, atlas
-from mixproof.verify.laws.law import Law, against, expect_gradients, expected, few
+from mixproof.verify.laws.law import Law, against, completed, expect_gradients, expected, few
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
 
@@ -29,7 +29,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     if subject.differentiable:
         outputs = subject.run(inputs, case.dtype)
         upstream = case.cotangents(outputs)
-        full = {n: upstream.get(n, np.zeros_like(v)) for n, v in want.value.items()}
+        full = completed(upstream, want.value)
         gradients = expect_gradients(subject, case, inputs, full, key=f"layout {sorted(upstream)}")
         for kind in kinds:
             got = subject.gradients(

@@ -1,10 +1,8 @@
 """Every gradient equals the closed-form one, for random cotangents of all outputs, the final state's included; and for
 the cotangent of the final state alone, which many backward passes drop."""
 
-import numpy as np
-
 from mixproof.verify.case import Case
-from mixproof.verify.laws.law import Law, against, expect_gradients, expected, needs_gradients
+from mixproof.verify.laws.law import Law, against, completed, expect_gradients, expected, needs_gradients
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
 
@@ -17,10 +15,10 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     upstreams = {"d": cotangents}
     if states and case.seed % 3 == 0:
         upstreams["state-only d"] = {n: c if n in states else 0 * c for n, c in cotangents.items()}
+    shapes = expected(subject, case).value
     evidence = []
     for prefix, upstream in upstreams.items():
-        shapes = expected(subject, case).value
-        full = {n: upstream.get(n, np.zeros_like(v)) for n, v in shapes.items()}
+        full = completed(upstream, shapes)
         want = expect_gradients(subject, case, inputs, full, key=f"{prefix} {sorted(upstream)}")
         got = subject.gradients(inputs, upstream, case.dtype)
         evidence += against(subject, got, want, prefix)

@@ -3,7 +3,7 @@ which a failure is looked up: an output that equals a mutant within its bound is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -16,10 +16,11 @@ from mixproof.reference import operator as find_operator
 from mixproof.verify import oracle
 from mixproof.verify.case import Case
 from mixproof.verify.declare import Declaration
-from mixproof.verify.laws.law import expect, expect_gradients
+from mixproof.verify.laws.law import completed, expect, expect_gradients
 from mixproof.verify.oracle import Expected
 from mixproof.verify.subject import Subject
 
+Row = tuple[str, str, Callable[..., Any], str, tuple[str, ...]]
 Arrays = Mapping[str, Any]
 MODULES = ("gma", "gma_vjp", "retention", "softmax_attention", "calling")
 OF_GRADIENTS = ("vjp", "gradient_causality", "gradient_identities")  # laws whose failures lie in a gradient
@@ -64,6 +65,14 @@ class Mutant:
         return Subject(declaration, function)
 
 
+def tabulated(operator: str, forward: Iterable[Row], backward: Iterable[Row]) -> tuple[Mutant, ...]:
+    """The mutants of one operator from rows of name, what, function, source and the laws that kill it."""
+    return (
+        *(Mutant(n, operator, what, laws, forward=f, source=source) for n, what, f, source, laws in forward),
+        *(Mutant(f"vjp.{n}", operator, what, laws, vjp=f, source=source) for n, what, f, source, laws in backward),
+    )
+
+
 def mutants(operator: str | None = None) -> list[Mutant]:
     """All mutants, or those of one operator."""
     found = [m for module in MODULES for m in import_module(f"{__name__}.{module}").MUTANTS]
@@ -96,9 +105,7 @@ def _explain_outputs(subject: Subject, case: Case) -> str:
 def _explain_gradients(subject: Subject, case: Case) -> str:
     inputs = subject.inputs(case)
     cotangents = case.cotangents(subject.run(inputs, case.dtype))
-    # those of outputs that the implementation does not return are zero
-    values = expect(subject, case, inputs).value
-    full = {n: cotangents.get(n, np.zeros_like(v)) for n, v in values.items()}
+    full = completed(cotangents, expect(subject, case, inputs).value)
 
     def gradients(mutant: Mutant) -> Arrays | None:
         if mutant.vjp is None:

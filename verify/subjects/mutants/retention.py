@@ -13,7 +13,7 @@ import numpy as np
 from mixproof.reference import retention
 from mixproof.reference.primitives import Array, causal_mask
 from mixproof.verify.arithmetic import round_to
-from mixproof.verify.subjects.mutants import Mutant
+from mixproof.verify.subjects.mutants import Mutant, tabulated
 
 CHUNK, TILE, WRAP = 8, 4, 64
 LEAK, OFFSET = 1e-6, 2.0**-6
@@ -273,13 +273,4 @@ BACKWARD = (
     ),
 )  # fmt: skip
 
-MUTANTS: tuple[Mutant, ...] = (
-    *(
-        Mutant(name, "retention", what, killed_by, forward, source=source)
-        for name, what, forward, source, killed_by in FORWARD
-    ),
-    *(
-        Mutant(f"vjp.{name}", "retention", what, killed_by, vjp=gradients, source=source)
-        for name, what, gradients, source, killed_by in BACKWARD
-    ),
-)
+MUTANTS: tuple[Mutant, ...] = tabulated("retention", FORWARD, BACKWARD)

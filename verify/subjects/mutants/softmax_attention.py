@@ -13,7 +13,7 @@ import numpy as np
 from mixproof.reference.primitives import Array, causal_mask, softmax
 from mixproof.reference.softmax_attention import weights
 from mixproof.verify.arithmetic import round_to
-from mixproof.verify.subjects.mutants import Mutant
+from mixproof.verify.subjects.mutants import Mutant, tabulated
 
 CHUNK = 8
 LEAK, OFFSET, SENTINEL = 1e-6, 2.0**-6, -30.0
@@ -237,13 +237,4 @@ BACKWARD = (
      ("vjp",)),
 )  # fmt: skip
 
-MUTANTS: tuple[Mutant, ...] = (
-    *(
-        Mutant(name, "softmax_attention", what, killed_by, forward, source=source)
-        for name, what, forward, source, killed_by in FORWARD
-    ),
-    *(
-        Mutant(f"vjp.{name}", "softmax_attention", what, killed_by, vjp=gradients, source=source)
-        for name, what, gradients, source, killed_by in BACKWARD
-    ),
-)
+MUTANTS: tuple[Mutant, ...] = tabulated("softmax_attention", FORWARD, BACKWARD)
