@@ -62,6 +62,11 @@ def sigmoid(w: Array) -> Array:
     return np.where(w >= 0, 1 / (1 + e), e / (1 + e))
 
 
+def silu(w: Array) -> Array:
+    """w sigmoid(w)."""
+    return w * sigmoid(w)
+
+
 @overridable
 def mahalanobis(x: Array, mu: Array, var: Array) -> Array:
     """Squared distances (T, K) of tokens x (T, R) to means mu (K, R) under diagonal variances var (K, R).
@@ -73,8 +78,53 @@ def mahalanobis(x: Array, mu: Array, var: Array) -> Array:
 
 @overridable
 def decay(gamma: Array, n: np.ndarray) -> Array:
-    """gamma ** n for whole numbers n >= 0, with 0 ** 0 = 1."""
+    """gamma ** n for whole numbers n >= 0, with 0 ** 0 = 1. gamma may be negative."""
+    if isinstance(gamma, (np.ndarray, np.floating)):
+        return gamma ** np.asarray(n).astype(gamma.dtype)  # float32 ** int64 would be float64
     return gamma ** np.asarray(n)
+
+
+@overridable
+def segment_products(a: Array) -> Array:
+    """P[n, m] = a_{m+1} ... a_n for 0 <= m <= n, and 0 above: what is left after token n of what was there after token
+    m.  (T, ...) -> (T + 1, T + 1, ...). A product and not exp(c_n - c_m): a decay may be zero, or negative."""
+    T = len(a)
+    n, rest = np.arange(T + 1), (1,) * (a.ndim - 1)
+    later, seen = ((n[:, None] > n).reshape(T + 1, T + 1, *rest), (n[:, None] >= n).reshape(T + 1, T + 1, *rest))
+    steps = np.where(later[1:], a[:, None], 1)
+    first = np.where(seen[:1], np.ones((1, T + 1, *a.shape[1:]), a.dtype), 0)
+    return np.concatenate([first, np.where(seen[1:], np.multiply.accumulate(steps, axis=0), 0)])
+
+
+@overridable
+def segment_decays(g: Array, start: int, stop: int) -> Array:
+    """`segment_products` of a = exp(g) for the tokens start <= t < stop of a sequence with log-decays g (T, ...)."""
+    return segment_products(np.exp(g[start:stop]))
+
+
+@overridable
+def weighted_dot(q: Array, P: Array, k: Array) -> Array:
+    """sum_i q_ni P_nmi k_mi: scores of queries and keys whose channels decay each at its own rate.
+
+    (T, K), (T, S, K), (S, K) -> (T, S)"""
+    return np.sum(q[:, None, :] * P * k[None, :, :], axis=-1)
+
+
+@overridable
+def unit(x: Array, eps: float) -> Array:
+    """x / max(||x||, eps), row by row; the squares neither overflow nor underflow."""
+    top = np.max(np.abs(x), axis=-1, keepdims=True)
+    top = np.where(top == 0, 1, top)
+    y = x / top
+    return y / np.maximum(np.sqrt(np.sum(y * y, axis=-1, keepdims=True)), eps / top)
+
+
+@overridable
+def group_norm(x: Array, eps: float) -> Array:
+    """(x - mean) / sqrt(var + eps) over the last axis, with the population variance; the mean comes off first."""
+    n = x.shape[-1]
+    E = x - np.sum(x, axis=-1, keepdims=True) / n
+    return E / np.sqrt(np.sum(E * E, axis=-1, keepdims=True) / n + eps)
 
 
 @overridable
@@ -98,3 +148,18 @@ def either(x: Array, y: Array) -> Array:
 def causal_mask(T: int, S: int | None = None) -> np.ndarray:
     """keep[i, j] = j <= i, a boolean (T, S) matrix."""
     return np.tril(np.ones((T, T if S is None else S), dtype=bool))
+
+
+@overridable
+def turned(x: Array, n: np.ndarray, theta: Array) -> Array:
+    """Pairs of channels (2 i, 2 i + 1) of row n turned by the angle n theta_i.  (T, K), (T,), (K/2,) -> (T, K)"""
+    angle = n[:, None] * theta[None, :]
+    c, s = np.cos(angle), np.sin(angle)
+    a, b = x[:, 0::2], x[:, 1::2]
+    return np.stack([a * c - b * s, a * s + b * c], axis=-1).reshape(x.shape)
+
+
+@overridable
+def rectified(dy: Array, x: Array) -> Array:
+    """dy where x > 0, else 0: back through max(x, 0). Which side of zero a computed x is on may be open."""
+    return np.where(x > 0, dy, 0)

@@ -84,7 +84,7 @@ def _vjp_parallel(
 ) -> dict[str, Array]:
     """With D the decay mask, w_n = gamma^(n+1) the decay of S0 and u_m = gamma^(T-1-m) that of the write of token m."""
     T = len(q)
-    n = np.arange(T)
+    n = np.arange(T, dtype=np.int16)  # small, so that float32 times it stays float32
     distance, keep = np.maximum(n[:, None] - n[None, :], 0), causal_mask(T)
     D = masked(decay(gamma, distance), keep, 0)
     w, u = decay(gamma, n + 1)[:, None], decay(gamma, T - 1 - n)[:, None]
@@ -128,8 +128,9 @@ OPERATOR = Operator(
     forms=FORMS,
     vjp=vjp,
     causal=True,
-    laws=("linearity",),
+    laws=("linearity", "homogeneity", "left_padding", "cocycle", "relabelling", "euler"),
     linear_in="v",
+    degrees={"q": 1, "k": 1, "v": 1},
     exact=FORMS,
     exact_inputs=(
         Input("q", ("T", "K"), "token", "field"),

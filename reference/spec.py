@@ -2,7 +2,7 @@
 
 Shapes are those of one head of one sequence. The gate adds batch and head axes from each input's role:
 
-    token      (B, H, tokens, features)     one row per token
+    token      (B, H, tokens, ...)          per token: a row of features, a number, or a matrix
     parameter  (H, ...)                     learned, one set per head, shared by the batch
     state      (B, H, ...)                  carried along the sequence; optional, zero when absent
     scalar     a Python number or bool      shared by everything
@@ -11,7 +11,7 @@ Shapes are those of one head of one sequence. The gate adds batch and head axes 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,8 @@ class Operator:
     `forms[0]` is the form of record: the oracle is that form in float64. `vjp(cotangents, **inputs)` returns a dict
     from input name to gradient. `causal` is True, False, or the name of the flag that decides. `laws` names the laws
     that hold for this operator beyond those that hold for every operator. `exact` lists the same forms with the
-    results of the feature maps as inputs (`exact_inputs`): rational functions, which any field can run.
+    results of the feature maps as inputs (`exact_inputs`): rational functions, which any field can run. `degrees` says
+    of token inputs how the token outputs scale with them, states absent; `multiple_of` which sizes make sense.
     """
 
     name: str
@@ -86,6 +87,8 @@ class Operator:
     cost: str = "linear"
     exact: tuple[Form, ...] = ()
     exact_inputs: tuple[Input, ...] = ()
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    multiple_of: Mapping[str, int] = field(default_factory=dict)
 
     def input(self, name: str) -> Input:
         for x in self.inputs:

@@ -275,10 +275,11 @@ def _decay(M: Machine, gamma: Any, n: Any) -> Perturbed:
             table.append(M.multiply(table[-1], g))
         return Perturbed(M, np.stack(table)[n])
     if M.power == "pow" or np.any(g == 0):
-        return Perturbed(M, np.where((n == 0) | (g == 1) | (g == 0), g**n, M.round(g**n, POW)))
+        return Perturbed(M, np.where((n == 0) | (np.abs(g) == 1) | (g == 0), g**n, M.round(g**n, POW)))
     if M.power == "exp":
-        return Perturbed(M, M.exp(M.multiply(n, M.log(g))))
-    return Perturbed(M, M.multiply(*(M.exp(M.multiply(part, M.log(g))) for part in (n // 2, n - n // 2))))
+        return Perturbed(M, np.sign(g) ** n * M.exp(M.multiply(n, M.log(np.abs(g)))))
+    parts = (M.exp(M.multiply(part, M.log(np.abs(g)))) for part in (n // 2, n - n // 2))
+    return Perturbed(M, np.sign(g) ** n * M.multiply(*parts))
 
 
 def _softplus(M: Machine, w: Perturbed) -> Perturbed:
@@ -287,7 +288,100 @@ def _softplus(M: Machine, w: Perturbed) -> Perturbed:
     return Perturbed(M, M.add(np.maximum(w.data, 0), M.round(np.log1p(M.exp(-np.abs(w.data))), LOG1P)))
 
 
+def _segment_products(M: Machine, a: Any) -> Perturbed:
+    """Products from the left, from the right, or powers of two with summed logarithms of the sizes."""
+    a = plain(a)
+    if M.power in ("exp", "split") and not np.any(a == 0):
+        sign = primitives.segment_products(np.sign(a))
+        P = M.round(np.exp(_chains(M, M.log(np.abs(a)), "exp")), 2 * M.arithmetic.exp_ulps)
+        return Perturbed(M, np.where(sign == 0, 0, np.where(np.abs(P) == 1, 1, P) * sign))
+    reverse = M.power == "pow"
+    P = np.stack([_powers(M, a[::-1] if reverse else a, m) for m in range(len(a) + 1)], axis=1)
+    return Perturbed(M, np.swapaxes(P[::-1, ::-1], 0, 1) if reverse else P)
+
+
+def _powers(M: Machine, a: np.ndarray, m: int) -> np.ndarray:
+    """The column P[:, m], one factor after the other."""
+    rows = [np.zeros_like(a[0])] * m + [np.ones_like(a[0])]
+    for t in range(m, len(a)):
+        rows.append(M.multiply(rows[-1], a[t]))
+    return np.stack(rows)
+
+
+def _segment_decays(M: Machine, g: Any, start: int, stop: int) -> Perturbed:
+    """Products of exp(g), or exp of differences of sums that start anew every `span` tokens."""
+    g = plain(g)
+    if M.power in ("product", "pow") or M.arithmetic.span == 1:
+        return _segment_products(M, Perturbed(M, M.exp(g[start:stop])))
+    return Perturbed(M, np.where(_seen(stop - start, g), M.exp(_chains(M, g[start:stop], M.power)), 0))
+
+
+def _chains(M: Machine, g: np.ndarray, kind: str) -> np.ndarray:
+    """Sums of g over every segment: a chain of additions for each, or one chain and its differences."""
+    c = [np.zeros_like(g[0])]
+    for x in g:
+        c.append(M.add(c[-1], x))
+    if kind == "split":
+        return M.add(np.stack(c)[:, None], -np.stack(c)[None, :])
+    columns = []
+    for m in range(len(g) + 1):
+        rows = [np.zeros_like(g[0])] * (m + 1)
+        for t in range(m, len(g)):
+            rows.append(M.add(rows[-1], g[t]))
+        columns.append(np.stack(rows))
+    return np.stack(columns, axis=1)
+
+
+def _seen(n: int, g: np.ndarray) -> np.ndarray:
+    return np.tril(np.ones((n + 1, n + 1), dtype=bool)).reshape(n + 1, n + 1, *(1,) * (g.ndim - 1))
+
+
+def _weighted_dot(M: Machine, q: Any, P: Any, k: Any) -> Perturbed:
+    q, k = (x if isinstance(x, Perturbed) else Perturbed(M, x) for x in (q, k))
+    one, two = Perturbed(M, M.multiply(q.data[:, None], plain(P))), Perturbed(M, M.multiply(plain(P), k.data[None]))
+    if M.second:
+        terms = M.multiply(M.operand(one), M.operand(k)[None])
+    else:
+        terms = M.multiply(M.operand(q)[:, None], M.operand(two))
+    return Perturbed(M, M.sum(np.moveaxis(terms, -1, 0)))
+
+
+def _unit(M: Machine, x: Any, eps: float) -> Perturbed:
+    """The sum of squares as it is, or of entries over the largest; a quotient, or a product with the reciprocal."""
+    x = plain(x)
+    top = np.max(np.abs(x), axis=-1, keepdims=True)
+    top = np.where((top == 0) | (M.distance in ("quotient", "late")), 1, top)
+    y = M.divide(x, top)
+    norm = M.round(np.sqrt(M.sum(np.moveaxis(M.multiply(y, y), -1, 0))), ROOT)[..., None]
+    norm = np.maximum(norm, M.divide(M.constant(eps), top))
+    return Perturbed(M, M.divide(y, norm) if M.second else M.multiply(y, M.divide(1.0, norm)))
+
+
+def _group_norm(M: Machine, x: Any, eps: float) -> Perturbed:
+    """Two passes, or Welford's update."""
+    x = np.moveaxis(np.asarray(plain(x)), -1, 0)
+    n = len(x)
+    if M.second:
+        mean, square = x[0], np.zeros_like(x[0])
+        for i in range(1, n):
+            d = M.add(x[i], -mean)
+            mean = M.add(mean, M.divide(d, float(i + 1)))
+            square = M.add(square, M.multiply(d, M.add(x[i], -mean)))
+        E = M.add(x, -mean)
+    else:
+        E = M.add(x, -M.divide(M.sum(x), float(n)))
+        square = M.sum(M.multiply(E, E))
+    root = M.round(np.sqrt(M.add(M.divide(square, float(n)), M.constant(eps))), ROOT)
+    y = M.divide(E, root) if M.distance == "quotient" else M.multiply(E, M.divide(1.0, root))
+    return Perturbed(M, np.moveaxis(y, 0, -1))
+
+
 FORMULAS: dict[Any, Callable[..., Any]] = {
+    primitives.segment_products: _segment_products,
+    primitives.segment_decays: _segment_decays,
+    primitives.weighted_dot: _weighted_dot,
+    primitives.unit: _unit,
+    primitives.group_norm: _group_norm,
     primitives.softmax: _softmax,
     primitives.mahalanobis: _mahalanobis,
     primitives.decay: _decay,
@@ -320,11 +414,13 @@ ARITHMETICS = {
     "float16": natural("float16"),
     "all bfloat16": low("bfloat16"),
     "all float16": low("float16"),
+    "float32 with sums of logarithms": natural("float32", span=8),
 }
 wide = natural("float64")
 KINDS = ("normal", "cancelling", "tiny", "large", "equal", "zeros")
 keep = np.tril(np.ones((5, 5), dtype=bool))
 away = np.abs  # from zero
+P_ONES = np.ones((5, 1, 1))
 
 
 def _draw(kind: str, random: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
@@ -377,6 +473,17 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], float]] = {
     "sigmoid": (lambda a, b, d, g: primitives.sigmoid(a), 1.1),
     "mahalanobis": (lambda a, b, d, g: primitives.mahalanobis(a, b, primitives.softplus(b.T) + 0.01), 3),
     "decay": (lambda a, b, d, g: primitives.decay(g, np.arange(9)), 2),
+    "decay, negative": (lambda a, b, d, g: primitives.decay(-g, np.arange(9)), 2),
+    "decay of a result": (lambda a, b, d, g: primitives.decay(g * d[0] + g, np.arange(9)), 2),
+    "segment products": (lambda a, b, d, g: primitives.segment_products(a), 4),
+    "segment products of a result": (lambda a, b, d, g: primitives.segment_products(a * g), 4),
+    "segment decays": (lambda a, b, d, g: primitives.segment_decays(-away(a) / 4, 0, 5), 3),
+    "weighted dot": (lambda a, b, d, g: primitives.weighted_dot(a, P_ONES * a * g, b), 2),
+    "unit": (lambda a, b, d, g: primitives.unit(a, 1e-12), 4),
+    "unit of a result": (lambda a, b, d, g: primitives.unit(a @ b + 1, 0.5), 4),
+    "group norm": (lambda a, b, d, g: primitives.group_norm(a, 1e-5), 4),
+    "group norm of a result": (lambda a, b, d, g: primitives.group_norm(a @ b, 1e-5), 4),
+    "silu": (lambda a, b, d, g: primitives.silu(a), 1.3),
     "stored": (lambda a, b, d, g: primitives.stored(a @ b), 1.2),
     "either": (lambda a, b, d, g: primitives.either((a @ b) @ d, a @ (b @ d)), 2),
 }
@@ -778,8 +885,7 @@ def test_what_a_ball_cannot_do_is_refused() -> None:
     x = Reading(f32).ball(np.ones(3))
     for refused in (lambda: np.sin(x), lambda: np.add.reduce(x), lambda: np.exp(x, where=[True, False, True]),
                     lambda: np.prod(x), lambda: x**0.5, lambda: x**0, lambda: 2**x,
-                    lambda: np.sum(x, where=[True, False, True]), lambda: np.cumsum(x),
-                    lambda: primitives.decay(x * x, X(2))):  # fmt: skip
+                    lambda: np.sum(x, where=[True, False, True]), lambda: np.cumsum(x)):  # fmt: skip
         with pytest.raises(TypeError):
             refused()
 

@@ -35,7 +35,8 @@ class Arithmetic:
     """Operands of dot products are rounded to `dot`, sums are kept in `accumulate`, every other intermediate result
     in `intermediate`, the outputs in `output`. `exp_ulps` is the error of exp in units of the last place, `distance`
     says whether squared distances are formed from differences ("direct") or expanded, `casts` how often an operand
-    may be rounded on its way (a chunkwise form rounds a decayed query, a state and a decayed key)."""
+    may be rounded on its way (a chunkwise form rounds a decayed query, a state and a decayed key), `span` over how many
+    tokens logarithms of decays are summed before their differences are taken."""
 
     inputs: str = "float32"
     dot: str = "float32"
@@ -45,6 +46,7 @@ class Arithmetic:
     exp_ulps: float = 2.0
     distance: str = "direct"
     casts: int = 3
+    span: int = 1
 
     @property
     def unit(self) -> float:

@@ -10,6 +10,7 @@ import dataclasses
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class Case:
     def arrays(self) -> Arrays:
         """The inputs: float64 arrays in canonical layout that the input dtype holds exactly, and Python scalars.
 
-        Tokens are (B, H, tokens, features), parameters (H, ...), states (B, H, ...); an absent state is left out."""
+        Tokens are (B, H, tokens, ...), parameters (H, ...), states (B, H, ...); an absent state is left out."""
         operator, sizes = self.operator, dict(self.sizes)
         values: Arrays = {}
         for x in operator.inputs:
@@ -152,7 +153,7 @@ class Domain:
         if axis in self.single:
             return 1
         n = max(n, dict(self.at_least).get(axis, 0 if axis == "T" else 1))
-        m = dict(self.multiple_of).get(axis, 1)
+        m = lcm(dict(self.multiple_of).get(axis, 1), find_operator(self.op).multiple_of.get(axis, 1))
         return -(-n // m) * m
 
     def case(self, sizes: Mapping[str, int], **fields: Any) -> Case:
@@ -161,6 +162,8 @@ class Domain:
         if self.causal_only is not None:
             flag = self.causal_only
         flag = flag and any(x.domain == "flag" for x in operator.inputs)
+        V = sizes["V"]  # the numbers of experts and of hidden features follow from it, unless a plan says them
+        sizes = {"X": 1 + (V - 1) % 5, "F": 1 + 3 * V % 7} | dict(sizes)
         sizes = {a: self.fit(a, sizes[a]) for a in ("B", "H", *operator.dimensions)}
         if flag and "S" in sizes:
             sizes["S"] = sizes["T"]  # a causal mask is defined for self-attention only

@@ -26,6 +26,18 @@ DEFAULTS: dict[str, Callable[[Generator, tuple[int, ...]], np.ndarray]] = {
     "decay": lambda g, shape: g.choice([0.5, 0.75, 0.9, 31 / 32, 0.99], size=shape),
     "state": lambda g, shape: g.normal(size=shape),
     "mass": lambda g, shape: np.abs(g.normal(size=shape)),
+    "feature": lambda g, shape: g.normal(size=shape),
+    "positive": lambda g, shape: np.exp(0.7 * g.normal(size=shape)),
+    "head": lambda g, shape: g.choice([1.0, 2.0, 3.0, 4.0, 8.0], size=shape),
+    "gain": lambda g, shape: g.choice([1.0, 1.0, 0.75, -0.5], size=shape),
+    "signed_decay": lambda g, shape: g.choice([1.0, 0.99, 0.9, 0.75, 0.5, 0.25, -0.5, -0.9], size=shape),
+    "log_decay": lambda g, shape: -0.3 * np.abs(g.normal(size=shape)),
+    "gate": lambda g, shape: 2 * g.normal(size=shape),
+    "router": lambda g, shape: g.normal(size=shape),
+    "logit_token": lambda g, shape: g.normal(size=shape),
+    "weight": lambda g, shape: g.normal(size=shape) / np.sqrt(shape[-2]),
+    "norm_gain": lambda g, shape: 1 + 0.2 * g.normal(size=shape),
+    "norm_bias": lambda g, shape: 0.2 * g.normal(size=shape),
 }
 
 
@@ -61,7 +73,8 @@ class Regime:
     extreme: bool = False
 
 
-TOKENS = ("routing", "query", "key")
+TOKENS = ("routing", "query", "key", "feature", "positive")
+DECAYS = ("decay", "signed_decay", "gain")
 
 
 def _ramp(a: np.ndarray, octaves: float) -> np.ndarray:
@@ -89,7 +102,8 @@ def _outliers(d: Draw) -> None:
 def _far(d: Draw) -> None:
     d.map(lambda a: 30 * a, "routing")
     d.map(lambda a: 8 * a, "query")
-    d.map(lambda a: 4 * a, "key")
+    d.map(lambda a: 4 * a, "key", "logit_token")
+    d.map(lambda a: 30 * a, "feature", "gate", "router")
 
 
 def _offset(d: Draw) -> None:
@@ -111,13 +125,40 @@ def _equal(d: Draw) -> None:
 
 
 def _integers(d: Draw) -> None:
-    d.map(np.round, *TOKENS, "value", "mean", "state", "mass")
-    d.fill(1.0, "decay")
+    d.map(np.round, *(t for t in TOKENS if t != "positive"), "value", "mean", "state", "mass")
+    d.map(np.ceil, "positive")
+    _decays(d, 1.0)
     d.scalar(1.0, "scale")
 
 
+def _decays(d: Draw, value: float) -> None:
+    d.fill(value, *DECAYS)
+    d.fill(np.log(value), "log_decay")
+
+
 def _mixed_decay(d: Draw) -> None:
-    d.map(lambda a: np.where(np.arange(a.shape[0]) % 2 == 0, 0.0, 1.0) + 0 * a, "decay")
+    """Zeros beside ones: by head, and by token where decays vary."""
+
+    def mixed(zero: float, one: float, axis: int) -> Callable[[np.ndarray], np.ndarray]:
+        def change(a: np.ndarray) -> np.ndarray:
+            i = np.arange(a.shape[axis]).reshape([-1 if n == axis else 1 for n in range(a.ndim)])
+            return np.where(i % 3 == 0, zero, one) + 0 * a
+
+        return change
+
+    for name in d.of(*DECAYS, "log_decay"):
+        log = d.domains[name] == "log_decay"
+        axis = 2 if d.values[name].ndim > 2 else 0
+        d.values[name] = mixed(-200.0 if log else 0.0, 0.0 if log else 1.0, axis)(d.values[name])
+
+
+def _huge(d: Draw) -> None:
+    d.map(lambda a: 2.0**70 * a, "feature")
+
+
+def _unequal(d: Draw) -> None:
+    """One expert, or gate, far ahead of the others; the others tied."""
+    d.map(lambda a: np.where(np.arange(a.shape[-1]) == 0, 30.0, 0.0) + 0 * a, "logit_token")
 
 
 def _increasing(d: Draw) -> None:
@@ -136,7 +177,7 @@ def _floor(d: Draw) -> None:
 
 VALUE = frozenset({"value"})
 GMA = frozenset({"log_variance"})
-DECAY = frozenset({"decay"})
+DECAY = frozenset({*DECAYS, "log_decay"})
 DOT = frozenset({"key"})
 
 REGIMES: dict[str, Regime] = {
@@ -173,12 +214,18 @@ REGIMES: dict[str, Regime] = {
     "floor": Regime(_floor, "the variance is its floor", GMA),
     "identical": Regime(_identical, "all components alike", GMA),
     "epsilon": Regime(lambda d: d.scalar(0.25, "epsilon"), "where epsilon is added", frozenset({"epsilon"})),
-    "no_decay": Regime(lambda d: d.fill(1.0, "decay"), "decay exactly one", DECAY),
+    "no_decay": Regime(lambda d: _decays(d, 1.0), "decay exactly one", DECAY),
     "full_decay": Regime(_mixed_decay, "decay exactly zero beside exactly one", DECAY, extreme=True),
-    "strong_decay": Regime(
-        lambda d: d.fill(2.0**-8, "decay"), "exponentials overflow inside a chunk", DECAY, extreme=True
+    "strong_decay": Regime(lambda d: _decays(d, 2.0**-8), "exponentials overflow inside a chunk", DECAY, extreme=True),
+    "weak_decay": Regime(lambda d: _decays(d, 1 - 2.0**-9), "long memory, state rounding", DECAY),
+    "negative_decay": Regime(
+        lambda d: d.map(lambda a: -np.abs(a), "signed_decay", "gain"),
+        "logarithms of decays",
+        frozenset({"signed_decay", "gain"}),
     ),
-    "weak_decay": Regime(lambda d: d.fill(1 - 2.0**-9, "decay"), "long memory, state rounding", DECAY),
+    "late_head": Regime(lambda d: d.fill(16.0, "head"), "1 - e^-h rounds to one", frozenset({"head"})),
+    "huge": Regime(_huge, "squares overflow", frozenset({"feature"}), extreme=True),
+    "unequal": Regime(_unequal, "ties; one expert far ahead", frozenset({"logit_token"})),
     "scaled": Regime(lambda d: d.scalar(0.375, "scale"), "a scale that is not the default", frozenset({"scale"})),
     "increasing": Regime(_increasing, "the running maximum moves at every key", DOT, extreme=True),
     "negative": Regime(

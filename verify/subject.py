@@ -20,7 +20,6 @@ from mixproof.verify.case import Case, Domain
 from mixproof.verify.declare import Declaration
 from mixproof.verify.errors import AdapterError, SubjectError
 
-CANONICAL = ("B", "H", "T", "D")
 Arrays = Mapping[str, Any]
 Native = dict[str, Any]
 
@@ -221,14 +220,16 @@ class Subject:
         return sizes
 
     def token_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The names of a token tensor's dimensions in the declared layout."""
-        return tuple({"T": axes[0], "D": axes[1]}.get(a, a) for a in self.layout)
+        """The names of a token tensor's dimensions in the declared layout; D stands for its features, however many."""
+        return tuple(b for a in self.layout for b in ((axes[0],) if a == "T" else axes[1:] if a == "D" else (a,)))
 
     def arrange(self, x: np.ndarray, role: str) -> np.ndarray:
         """Canonical -> declared layout."""
         if role == "token":
-            x = x.transpose([*(CANONICAL.index(a) for a in self.layout), *(CANONICAL.index(a) for a in self._missing)])
-            return x.reshape(x.shape[: len(self.layout)])
+            order = self._order(x.ndim)
+            missing = [i for i in range(2) if i not in order]
+            x = x.transpose(order + missing)
+            return x.reshape(x.shape[: len(order)])
         lead = ("B", "H") if role == "state" else ("H",)
         return x.reshape(
             [n for n, a in zip(x.shape, lead, strict=False) if a in self.layout] + list(x.shape[len(lead) :])
@@ -237,18 +238,20 @@ class Subject:
     def canonical(self, x: np.ndarray, role: str) -> np.ndarray:
         """Declared -> canonical layout."""
         if role == "token":
-            x = x.reshape(x.shape + (1,) * len(self._missing))
-            order = [*self.layout, *self._missing]
-            return x.transpose([order.index(a) for a in CANONICAL])
+            order = self._order(x.ndim + sum(a not in self.layout for a in ("B", "H")))
+            order += [i for i in range(2) if i not in order]
+            x = x.reshape(x.shape + (1,) * (len(order) - x.ndim))
+            return x.transpose(np.argsort(order))
         lead = ("B", "H") if role == "state" else ("H",)
         for i, a in enumerate(lead):
             if a not in self.layout:
                 x = np.expand_dims(x, i)
         return x
 
-    @property
-    def _missing(self) -> tuple[str, ...]:
-        return tuple(a for a in CANONICAL if a not in self.layout)
+    def _order(self, ndim: int) -> list[int]:
+        """Canonical positions of the declared axes of a token tensor with `ndim` canonical dimensions."""
+        place = {"B": [0], "H": [1], "T": [2], "D": list(range(3, ndim))}
+        return [i for a in self.layout for i in place[a]]
 
 
 @contextlib.contextmanager

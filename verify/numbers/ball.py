@@ -36,12 +36,10 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mixproof.verify.arithmetic import LARGEST, UNDERFLOW, UNIT, Arithmetic, round_to
-from mixproof.verify.numbers.ball_primitives import MOST, PRIMITIVES
+from mixproof.verify.numbers.ball_primitives import MOST, PRIMITIVES, SLACK
 
 # A quotient is off by at most 2 units of the last place, 4 u: div.full of a GPU; a rounded reciprocal and a product.
 QUOTIENT = 4
-# Bounds are themselves evaluated in float64, at float64 values.
-SLACK = 1 + 2.0**-20
 
 
 class Reading:

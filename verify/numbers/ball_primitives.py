@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mixproof.verify.numbers.ball import Ball, Reading
 
 MOST = 700.0  # exp of it is finite
+SLACK = 1 + 2.0**-20  # bounds are themselves evaluated in float64
 
 
 def _softmax(r: Reading, s: Ball, axis: int = -1) -> Ball:
@@ -132,16 +133,120 @@ def _expanded(r: Reading, x: Ball, mu: Ball, low: np.ndarray) -> np.ndarray:
 
 
 def _decay(r: Reading, gamma: Any, n: np.ndarray) -> Ball:
-    """gamma^n: a repeated product, pow, or exp(n log gamma) with the log of ball.py, in one piece or in any split."""
+    """gamma^n: a repeated product, pow, or exp(n log gamma) with the log of ball.py, in one piece or in any split; then
+    |x^n - gamma^n| <= (|gamma| + rg)^n - |gamma|^n for a base that is itself off by rg."""
     g = r.lift(gamma)
     n = np.asarray(n)
-    if g.w or np.any(g.e > r.eta):
-        raise TypeError("decay: the base must be an input, not a computed value")
-    v = g.v**n
-    log = np.abs(np.log(np.where(g.v > 0, g.v, 1)))
-    exact = (g.v == 1) | (g.v == 0) | (n == 0)
+    v, size = g.v**n, np.abs(g.v)
+    log = np.abs(np.log(np.where(size > 0, size, 1)))
+    error = np.where((g.e <= r.eta) & (g.w == 0), 0, g.radius)  # an input, exactly
+    most = (size + error) ** n
+    exact = (error == 0) & ((size == 1) | (size == 0)) | (n == 0)
     d = r.unit * (n * (1 + 2 * r.exp_error + (r.exp_error + 5) * log) + 2 * r.exp_error)
-    return r.around(v, v * np.expm1(np.minimum(np.where(exact, 0, d), MOST)) + np.where(exact, 0, r.eta))
+    spread = np.maximum(most - np.abs(v), 0) * SLACK
+    return r.around(v, spread + most * np.expm1(np.minimum(np.where(exact, 0, d), MOST)) + np.where(exact, 0, r.eta))
+
+
+def _segment_products(r: Reading, a: Any) -> Ball:
+    """Repeated products, in any grouping: one rounding a step, and that of a base given by a logarithm, as in decay."""
+    a = r.lift(a)
+    size = np.abs(a.v)
+    error = np.where((a.e <= r.eta) & (a.w == 0), 0, a.radius)
+    log = np.abs(np.log(np.where(size > 0, size, 1)))
+    step = np.where((error == 0) & (size == 1), 0, r.unit * (1 + 2 * r.exp_error + (r.exp_error + 5) * log))
+    return _segments(r, primitives.segment_products(a.v), size + error, step)
+
+
+def _segment_decays(r: Reading, g: Any, start: int, stop: int) -> Ball:
+    """A product of exp(g_t), or exp(c_n - c_m) with sums c that start anew every `span` tokens: term by term a chain
+    c_n - c_m is n - m additions, a tree twice log2 of the span, each off by the unit times what was summed."""
+    g = r.lift(g)
+    span = r.arithmetic.span
+    size = np.where(np.isfinite(g.v), np.abs(g.v), 0)
+    total = np.concatenate([np.zeros_like(size[:1]), np.cumsum(size, axis=0)])
+    t = np.arange(start, stop + 1)
+    summed = total[t] - total[np.maximum(t - span, 0)]  # at most this has been added up after token t
+    summed = np.maximum(summed[:, None], summed[None, :])
+    tree = 2 * np.ceil(np.log2(max(span, 2))) if span > 1 else 0
+    steps = np.maximum(t[:, None] - t[None, :], 0).reshape(len(t), len(t), *(1,) * (g.ndim - 1))
+    extra = np.where(steps > 0, r.sum_unit * (np.minimum(steps, span) + tree + 2) * summed, 0) if span > 1 else 0
+    part = g[start:stop]
+    step = part.radius + r.unit * (1 + 2 * r.exp_error + 3 * size[start:stop])
+    step = np.where(part.v == 0, part.radius, step)
+    a = np.exp(part.v)
+    return _segments(r, primitives.segment_products(a), a, step, extra)
+
+
+def _segments(r: Reading, v: np.ndarray, most: np.ndarray, step: np.ndarray, extra: Any = 0) -> Ball:
+    """Products v of steps whose sizes are at most `most`, each off by a factor within exp(step), all by exp(extra)."""
+    sums = np.concatenate([np.zeros_like(step[:1]), np.cumsum(step, axis=0)])
+    d = np.maximum(sums[:, None] - sums[None, :], 0) + extra
+    diagonal = np.eye(len(v), dtype=bool).reshape(len(v), len(v), *(1,) * (v.ndim - 2))
+    most = primitives.segment_products(most)
+    r.check(most)
+    spread = np.maximum(most - np.abs(v), 0) * SLACK
+    lost = np.where(diagonal | (most == 0), 0, r.eta)
+    return r.around(v, spread + most * np.expm1(np.minimum(d, MOST)) * SLACK + lost)
+
+
+def _weighted_dot(r: Reading, q: Any, P: Any, k: Any) -> Ball:
+    """The decay may be multiplied into either operand of a dot product, or part of it into each, before they are
+    rounded."""
+    q, P, k = r.lift(q), r.lift(P), r.lift(k)
+    product = q[:, None, :] * P * k[None, :, :]
+    if r.arithmetic.casts_operand(False):
+        dot, casts = r.arithmetic.dot, r.arithmetic.casts
+        if np.any(np.maximum(q.m.max(initial=0), k.m.max(initial=0)) > LARGEST[dot] / 2):
+            r.leave(f"an operand of a dot product may exceed the largest {dot}")
+        factor = (1 + UNIT[dot]) ** (2 * casts)
+        lost = casts * UNDERFLOW[dot] * (np.maximum(q.m, 1)[:, None, :] + np.maximum(k.m, 1)[None, :, :])
+        product = product.widened((factor - 1) * product.m + factor * lost)
+    return np.sum(product, axis=-1)
+
+
+def _unit(r: Reading, x: Any, eps: float) -> Ball:
+    """|x'_i / N' - x_i / N| <= (|x'_i - x_i| + |x_i| / N |N' - N|) / N', |N' - N| <= ||x' - x||. The sum of squares has
+    K terms, a root halves its error; scaling by a maximum first costs two quotients more."""
+    x = r.lift(x)
+    v, radius = primitives.unit(x.v, eps), x.radius
+    top = np.max(np.abs(x.v), axis=-1, keepdims=True, initial=0)
+    top = np.where(top > 0, top, 1)
+    norm = np.sqrt(np.sum((x.v / top) ** 2, axis=-1, keepdims=True)) * top
+    moved = np.sqrt(np.sum(radius * radius, axis=-1, keepdims=True))
+    low = np.maximum(norm - moved, eps)
+    if np.any(low <= r.least):
+        r.leave("a norm may be zero")
+        low = np.where(low > r.least, low, np.maximum(norm, 1))
+    d = r.sum_unit * (x.shape[-1] + 1) + 24 * r.unit
+    e = (radius + np.abs(v) * moved) / low
+    return r.around(v, (e + (np.abs(v) + e) * d) * SLACK + r.eta)
+
+
+def _group_norm(r: Reading, x: Any, eps: float) -> Ball:
+    """Of the two-pass formula or of Welford's: differences off by their inputs, the mean and one rounding; the variance
+    by twice that and a sum; the root halves it."""
+    x = r.lift(x)
+    n, radius = x.shape[-1], x.radius
+
+    def mean(a: np.ndarray) -> np.ndarray:
+        return np.sum(a, axis=-1, keepdims=True) / n
+
+    E = x.v - mean(x.v)
+    wide = np.abs(x.v) + radius
+    dE = radius + mean(radius) + (n + 4) * r.sum_unit * mean(wide)
+    dE = (dE + r.unit * (np.abs(E) + dE)) * SLACK
+    var = mean(E * E)
+    r.check(n * (np.abs(E) + dE) ** 2)
+    dvar = mean((2 * np.abs(E) + dE) * dE) + ((n + 2) * r.sum_unit + 6 * r.unit) * mean((np.abs(E) + dE) ** 2)
+    low = np.sqrt(np.maximum(var - dvar, 0) + eps)
+    if np.any(low <= r.least):
+        r.leave("a standard deviation may be zero")
+        low = np.where(low > r.least, low, 1)
+    root = np.sqrt(var + eps)
+    moved = dvar / (root + low)
+    v = E / np.where(root > 0, root, 1)
+    e = dE / low + np.abs(v) * moved / low
+    return r.around(v, (e + (np.abs(v) + e) * 12 * r.unit) * SLACK + r.eta / np.minimum(low, 1))
 
 
 def _stored(r: Reading, x: Ball) -> Ball:
@@ -162,13 +267,45 @@ def _shifted(r: Reading, s: Ball, by: Any) -> Ball:
     return type(s)(r, s.v, s.m + by, s.e, s.w + 4 * r.unit, s.n + 2, z=s.z)
 
 
+def _turned(r: Reading, x: Any, n: np.ndarray, theta: np.ndarray) -> Ball:
+    """The majorant of a coordinate is that of its pair: a complex product mixes both. An angle n theta comes from
+    theta = base^-l by pow, or exp(-l log(base)), l itself off by 3 units; a state that turns token by token is off by
+    four units a token, two for its factor and two for the product."""
+    x = r.lift(x)
+
+    def pair(a: np.ndarray) -> np.ndarray:
+        return np.repeat(a[:, 0::2] + a[:, 1::2], 2, axis=1)
+
+    size = np.abs(n)[:, None]
+    angle = size * theta * (r.exp_error + 4 + 6 * np.abs(np.log(theta)))
+    d = np.minimum(np.repeat(r.unit * (angle + 4 * size + 4), 2, axis=1), 2)
+    turned, z = primitives.turned(x.v, n, theta), None if x.z is None else pair(x.z)
+    m = pair(x.m) * (1 + d) + r.eta
+    r.check(m)
+    e = pair(x.e) + pair(np.abs(x.v) + x.e) * d + r.eta
+    return type(x)(r, turned, m, e, x.w + 2 * r.unit + x.n * r.sum_unit, 2 * x.n, z=z)
+
+
+def _rectified(r: Reading, dy: Any, x: Any) -> Ball:
+    dy, x = r.lift(dy), r.lift(x)
+    kept = r.merged([dy], lambda a: np.where(x.v > 0, a, 0))
+    return kept.widened(np.where(np.abs(x.v) <= x.radius, np.abs(dy.v) + dy.radius, 0))
+
+
 PRIMITIVES: Mapping[Any, Callable[..., Any]] = {
     primitives.softmax: _softmax,
     primitives.masked: _masked,
     primitives.softplus: _softplus,
     primitives.mahalanobis: _mahalanobis,
     primitives.decay: _decay,
+    primitives.segment_products: _segment_products,
+    primitives.segment_decays: _segment_decays,
+    primitives.weighted_dot: _weighted_dot,
+    primitives.unit: _unit,
+    primitives.group_norm: _group_norm,
     primitives.stored: _stored,
     primitives.either: _either,
     primitives.shifted: _shifted,
+    primitives.turned: _turned,
+    primitives.rectified: _rectified,
 }
