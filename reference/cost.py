@@ -19,13 +19,13 @@ EAGER_GMA_TENSORS = 8  # N x K tensors alive at that of GMA, the slope of Table 
 
 def projections(d_model: int, bias: bool = False) -> int:
     """W_Q, W_K, W_V, W_O of all heads, d_model^2 each, and optionally a bias for each."""
-    _sizes(d_model=d_model)
+    check_sizes(d_model=d_model)
     return 4 * d_model**2 + (4 * d_model if bias else 0)
 
 
 def mixture(components: int, d_r: int, heads: int = 1) -> int:
     """Means, variances and prior logits: H K (2 d_r + 1). With heads=1, one mixture shared by all heads."""
-    _sizes(components=components, d_r=d_r, heads=heads)
+    check_sizes(components=components, d_r=d_r, heads=heads)
     return heads * components * (2 * d_r + 1)
 
 
@@ -38,13 +38,13 @@ def gma_layer(d_model: int, heads: int, components: int, bias: bool = False) -> 
 
 def linformer_layer(d_model: int, tokens: int, rank: int, bias: bool = False) -> int:
     """4 D^2 and two projections of the sequence axis, N x rank: the only mixer here whose parameters grow with N."""
-    _sizes(tokens=tokens, rank=rank)
+    check_sizes(tokens=tokens, rank=rank)
     return projections(d_model, bias) + 2 * tokens * rank
 
 
 def mamba_layer(d_model: int, d_state: int = 16, d_conv: int = 4, expand: int = 2) -> int:
     """Input and output projections, convolution, Delta B C projections (Delta of rank D / 16), A and D."""
-    _sizes(d_model=d_model, d_state=d_state, d_conv=d_conv, expand=expand)
+    check_sizes(d_model=d_model, d_state=d_state, d_conv=d_conv, expand=expand)
     inner, rank = expand * d_model, -(-d_model // 16)
     convolution = inner * (d_conv + 1)
     selection = inner * (rank + 2 * d_state) + rank * inner + inner
@@ -56,7 +56,7 @@ def transformer(
 ) -> int:
     """A pre-norm Transformer around mixers of `mixer` parameters each: token and position embeddings (output tied),
     two-layer MLP with biases, two LayerNorms a block and a last one, and a classifier if classes > 0."""
-    _sizes(mixer=mixer, layers=layers, d_model=d_model, d_ff=d_ff, vocabulary=vocabulary, positions=positions)
+    check_sizes(mixer=mixer, layers=layers, d_model=d_model, d_ff=d_ff, vocabulary=vocabulary, positions=positions)
     block = mixer + 2 * d_model * d_ff + d_ff + d_model + 4 * d_model
     head = (d_model + 1) * classes
     return (vocabulary + positions) * d_model + layers * block + 2 * d_model + head
@@ -67,7 +67,7 @@ def transformer(
 
 def responsibility_terms_as_printed(tokens: int, components: int, d_r: int) -> int:
     """2 N K d_r + 2 N K: quadratic terms and normalisations of section 3.4, each counted as one."""
-    _sizes(tokens=tokens, components=components, d_r=d_r)
+    check_sizes(tokens=tokens, components=components, d_r=d_r)
     return 2 * tokens * components * d_r + 2 * tokens * components
 
 
@@ -76,7 +76,7 @@ def gma_flops(tokens: int, components: int, d_r: int, d_v: int) -> int:
 
     Responsibilities of q and k: difference, square, product with 1 / var, sum for each of N K d_r coordinates, then
     constant, maximum, shift, exp, sum, quotient; V~ and Z; the reading, its normaliser and the quotient. (12)"""
-    _sizes(tokens=tokens, components=components, d_r=d_r, d_v=d_v)
+    check_sizes(tokens=tokens, components=components, d_r=d_r, d_v=d_v)
     NK = tokens * components
     responsibilities = 2 * NK * (4 * d_r + 6)
     aggregation = 2 * NK * d_v + NK
@@ -86,7 +86,7 @@ def gma_flops(tokens: int, components: int, d_r: int, d_v: int) -> int:
 
 def attention_flops(tokens: int, d_k: int, d_v: int) -> int:
     """Operations of one head of softmax attention: scores, scale and softmax (5 an entry), reading.  (1)"""
-    _sizes(tokens=tokens, d_k=d_k, d_v=d_v)
+    check_sizes(tokens=tokens, d_k=d_k, d_v=d_v)
     return tokens**2 * (2 * d_k + 1 + 5 + 2 * d_v)
 
 
@@ -95,7 +95,7 @@ def attention_flops(tokens: int, d_k: int, d_v: int) -> int:
 
 def gma_storage_as_printed(tokens: int, components: int, d_v: int) -> int:
     """2 N K + K d_v + K + N d_v: responsibilities, latent memory, its mass, output."""
-    _sizes(tokens=tokens, components=components, d_v=d_v)
+    check_sizes(tokens=tokens, components=components, d_v=d_v)
     return 2 * tokens * components + components * d_v + components + tokens * d_v
 
 
@@ -109,35 +109,36 @@ def gma_storage(tokens: int, components: int, d_r: int, d_v: int, cumulative: bo
 
 def gma_chunk_storage(chunk: int, components: int, d_v: int) -> int:
     """What the chunkwise causal form works on at once: C^2 + 2 C K + C d_v + K (d_v + 1), whatever N is."""
-    _sizes(chunk=chunk)
+    check_sizes(chunk=chunk)
     return chunk**2 + 2 * chunk * components + chunk * d_v + gma_state(components, d_v)
 
 
 def difference_storage(tokens: int, components: int, d_r: int) -> int:
     """N K d_r: all differences x - mu at once, which the difference-first form takes unless it goes by blocks."""
-    _sizes(tokens=tokens, components=components, d_r=d_r)
+    check_sizes(tokens=tokens, components=components, d_r=d_r)
     return tokens * components * d_r
 
 
 def gma_state(components: int, d_v: int) -> int:
     """K (d_v + 1): what causal GMA carries from token to token, independent of N."""
-    _sizes(components=components, d_v=d_v)
+    check_sizes(components=components, d_v=d_v)
     return components * (d_v + 1)
 
 
 def attention_state(tokens: int, d_k: int, d_v: int) -> int:
     """N (d_k + d_v): the key-value cache of softmax attention."""
-    _sizes(tokens=tokens, d_k=d_k, d_v=d_v)
+    check_sizes(tokens=tokens, d_k=d_k, d_v=d_v)
     return tokens * (d_k + d_v)
 
 
 def eager_crossover(components: int) -> int:
     """Tokens from which an eager GMA layer keeps less than an eager softmax attention layer: 8 N K < 4 N^2."""
-    _sizes(components=components)
+    check_sizes(components=components)
     return EAGER_GMA_TENSORS * components // EAGER_ATTENTION_TENSORS
 
 
-def _sizes(**sizes: int) -> None:
+def check_sizes(**sizes: int) -> None:
+    """Raises TypeError or ValueError for what is not a whole number >= 1, by name."""
     for name, n in sizes.items():
         if not isinstance(n, int) or isinstance(n, bool):
             raise TypeError(f"{name} is {n!r}; expected a whole number")

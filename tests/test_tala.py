@@ -1,5 +1,6 @@
 """TALA: the schedule of the heads, and the printed recurrence against retention at the same decay."""
 
+import dataclasses
 from fractions import Fraction
 
 import numpy as np
@@ -7,8 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixproof.reference import retention, tala
+from mixproof.reference import operator, retention, tala
+from mixproof.verify.judge import PROFILES, judge
 from mixproof.verify.numbers.exact import RATIONALS
+from mixproof.verify.subject import Subject
+from mixproof.verify.subjects.mutants import mutants
+from mixproof.verify.subjects.reference import batched
 
 
 def draw(seed: int, T: int, K: int = 3, V: int = 2) -> dict:
@@ -69,3 +74,22 @@ def test_gradients_are_those_of_autograd(h: float, G: float) -> None:
         # two float64 evaluations of sums of at most 9 * 3 * 2 products of a few factors each
         size = 2.0**-53 * 400 * max(1, float(w.abs().max())) * 10
         assert np.max(np.abs(got[n] - w.numpy())) <= size, n
+
+
+@pytest.mark.parametrize("h", [1, 4, 8, 12])
+def test_the_printed_chunkwise_equation_is_killed_at_every_head(h: int) -> None:
+    """At late heads its error is below customary tolerances: for ones in chunks of 8 the state before a chunk tends to
+    8 / (1 - a^8), its last token reads 8 more, and 1 / (1 - a) is due: 7e-5 too much at h = 12."""
+    (printed,) = (m for m in mutants("tala") if m.name == "printed_16")
+    declaration = printed.subject().declaration
+    assert printed.forward is not None
+    def at_head(q, k, v, scale=1.0, S0=None, chunk=8):
+        given = {"h": np.full(q.shape[1], h, q.dtype), "G": np.ones(q.shape[1], q.dtype)}
+        state = {} if S0 is None else {"S0": S0}
+        return batched(operator("tala"), printed.forward, chunk=chunk)(q=q, k=k, v=v, scale=scale, **given, **state)
+
+    fixed = {"h": lambda sizes: np.full(sizes["H"], float(h)), "G": lambda sizes: np.ones(sizes["H"])}
+    subject = Subject(dataclasses.replace(declaration, name=f"printed.{h}", fixed=fixed, gradients=False), at_head)
+    verdict = judge(subject, "forward", PROFILES["smoke"])
+    assert verdict.status == "fail"
+    assert "(16)" in verdict.equals
