@@ -155,8 +155,18 @@ def turned(x: Array, n: np.ndarray, theta: Array) -> Array:
     """Pairs of channels (2 i, 2 i + 1) of row n turned by the angle n theta_i.  (T, K), (T,), (K/2,) -> (T, K)"""
     angle = n[:, None] * theta[None, :]
     c, s = np.cos(angle), np.sin(angle)
+    if isinstance(x, np.ndarray):
+        c, s = c.astype(x.dtype), s.astype(x.dtype)
     a, b = x[:, 0::2], x[:, 1::2]
     return np.stack([a * c - b * s, a * s + b * c], axis=-1).reshape(x.shape)
+
+
+@overridable
+def deviation(x: Array, eps: float) -> Array:
+    """sqrt(var + eps) over the last axis, which is kept: what `group_norm` divides by."""
+    n = x.shape[-1]
+    E = x - np.sum(x, axis=-1, keepdims=True) / n
+    return np.sqrt(np.sum(E * E, axis=-1, keepdims=True) / n + eps)
 
 
 @overridable

@@ -19,12 +19,32 @@ from mixproof.verify.declare import implements
 from mixproof.verify.judge import PROFILES, judge
 from mixproof.verify.laws import LAWS
 from mixproof.verify.subject import Subject
-from mixproof.verify.subjects.mutants import Mutant, gma, gma_vjp, mutants, retention, softmax_attention
+from mixproof.verify.subjects.mutants import (
+    Mutant,
+    gma,
+    gma_vjp,
+    mome,
+    mutants,
+    retention,
+    softmax_attention,
+    tala_decays,
+    tala_decays_vjp,
+)
 from mixproof.verify.subjects.reference import subject as reference_subject
 
 SMOKE = PROFILES["smoke"]
 MUTANTS = {f"{m.operator}/{m.name}": m for m in mutants()}
-FAMILIES = ("gma", "retention", "softmax_attention")
+FAMILIES = (
+    "gma",
+    "tala",
+    "linear_attention",
+    "gated_linear_attention",
+    "retention",
+    "multi_scale_retention",
+    "mome",
+    "mixformer",
+    "softmax_attention",
+)
 # laws about something that no NumPy mutant has (what autograd keeps, what torch counts), or about the reference itself
 ELSEWHERE = {
     "saved_memory": "test_quadratic_implementation_is_caught",
@@ -112,6 +132,21 @@ def test_a_leak_below_rounding_is_seen_by_the_bitwise_law_alone():
         Mutant("gma", "gma.bidirectional", "", (), forward=gma.cross(), vjp=gma_vjp.full()),
         Mutant("gma", "gma.responsibilities", "", (), forward=gma.mixture(), vjp=gma_vjp.pull_back()),
         Mutant("chunks", "retention", "", (), forward=retention.chunkwise(), vjp=retention.vjp()),
+        *(
+            Mutant("chunks", name, "", (), forward=tala_decays.chunkwise(name), vjp=tala_decays_vjp.vjp(name))
+            for name in tala_decays.TABLES
+        ),
+        Mutant("routed", "mome", "", (), forward=mome.routed(), vjp=mome.routed_vjp(mome.sweep())),
+        Mutant(
+            "scored",
+            "mome.write_mix",
+            "",
+            (),
+            forward=mome.scored(mome.written),
+            vjp=mome.scored_vjp(mome.written, lambda d: d["w"]),
+        ),
+        Mutant("scored", "mome.top_k", "", (), forward=mome.scored(mome.decayed), vjp=mome.scored_vjp(mome.decayed)),
+        Mutant("scored", "mome.top_k_hold", "", (), forward=mome.scored(mome.held), vjp=mome.scored_vjp(mome.held)),
         Mutant("parallel", "softmax_attention", "", (), softmax_attention.parallel(), softmax_attention.vjp()),
         Mutant("blocks", "softmax_attention", "", (), forward=softmax_attention.blockwise()),
     ],
@@ -138,6 +173,11 @@ NAMED = {
         "gma.causal/padded_tail",
         "gma.causal/mass_not_resumed",
         "gma.causal/tf32_operands",
+        "tala/gain_outside",
+        "tala/global_positions",
+        "mome/collapse",
+        "mome/query_router",
+        "mome.top_k/normalised_over_all",
         "retention/tail_decay",
         "retention/exclusive_read",
         "retention/bfloat16_state",
@@ -149,6 +189,8 @@ NAMED = {
         "gma.causal/vjp.no_memory_cotangent",
         "gma.bidirectional/vjp.constant_mass",
         "gma.responsibilities/vjp.no_log_determinant",
+        "tala/vjp.no_state_cotangent",
+        "mome/vjp.no_router_keys",
         "retention/vjp.no_state_cotangent",
         "softmax_attention/vjp.no_delta",
     ),

@@ -203,6 +203,7 @@ def atlas(domain: Domain, small: bool = False, extreme: bool = False) -> Iterato
             K, R, V = odd[(i + i // len(odd)) % len(odd)]
             B, H = heads[i % len(heads)]
             sizes = {"B": B, "H": H, "T": T, "S": max(1, T + (i % 3) - 1), "K": K, "R": R, "V": V, "D": R + 1}
+            sizes["X"] = (4, 3, 2, 5, 1, 3, 4, 5, 2, 3, 2)[i % 11]  # no law picks every eleventh case
             # Of the extremes, `disjoint` needs a small state (a large one fills the denominator), `negative` the flag.
             # The flag has no period that a law's selection of every second or fourth case could fall in step with.
             turn = i // 6 if d > 1 else 0  # those that take turns would meet every second state only

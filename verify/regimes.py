@@ -104,6 +104,7 @@ def _far(d: Draw) -> None:
     d.map(lambda a: 8 * a, "query")
     d.map(lambda a: 4 * a, "key", "logit_token")
     d.map(lambda a: 30 * a, "feature", "gate", "router")
+    d.map(lambda a: a**8, "positive")
 
 
 def _offset(d: Draw) -> None:
@@ -157,8 +158,13 @@ def _huge(d: Draw) -> None:
 
 
 def _unequal(d: Draw) -> None:
-    """One expert, or gate, far ahead of the others; the others tied."""
-    d.map(lambda a: np.where(np.arange(a.shape[-1]) == 0, 30.0, 0.0) + 0 * a, "logit_token")
+    """Every second token has one expert far ahead of the others; all others are tied."""
+
+    def change(a: np.ndarray) -> np.ndarray:
+        ahead = (np.arange(a.shape[-1]) == 0) & (np.arange(a.shape[-2])[:, None] % 2 == 0)
+        return np.where(ahead, 30.0, 0.0) + 0 * a
+
+    d.map(change, "logit_token")
 
 
 def _increasing(d: Draw) -> None:
@@ -227,6 +233,7 @@ REGIMES: dict[str, Regime] = {
     "huge": Regime(_huge, "squares overflow", frozenset({"feature"}), extreme=True),
     "unequal": Regime(_unequal, "ties; one expert far ahead", frozenset({"logit_token"})),
     "scaled": Regime(lambda d: d.scalar(0.375, "scale"), "a scale that is not the default", frozenset({"scale"})),
+    "single": Regime(lambda d: d.scalar(1, "count"), "one head, or one expert", frozenset({"count"})),
     "increasing": Regime(_increasing, "the running maximum moves at every key", DOT, extreme=True),
     "negative": Regime(
         lambda d: (d.map(lambda a: 20 * np.abs(a), "query"), d.map(lambda a: -8 * np.abs(a), "key"), None)[-1],

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from mixproof.verify.case import Case, Domain, atlas
-from mixproof.verify.laws.law import Law, axes_of, expect, few
+from mixproof.verify.laws.law import Law, axes_of, expect, few, stateless
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
 
 
 def check(subject: Subject, case: Case) -> list[Evidence]:
     v = subject.operator.linear_in or "v"
-    inputs = {n: x for n, x in subject.inputs(case).items() if subject.operator.input(n).role != "state"}
+    inputs = stateless(subject, case)
     constants = 2.0 ** (np.arange(inputs[v].shape[-1]) % 3)
     inputs |= {v: np.broadcast_to(constants, inputs[v].shape)}
     got, want = subject.run(inputs, case.dtype), expect(subject, case, inputs, key="constant")

@@ -15,7 +15,16 @@ import numpy as np
 
 from mixproof.verify.arithmetic import round_to
 from mixproof.verify.case import Case, Domain, atlas
-from mixproof.verify.laws.law import Law, axes_of, completed, expect, expect_gradients, few, needs_gradients
+from mixproof.verify.laws.law import (
+    Law,
+    axes_of,
+    completed,
+    expect,
+    expect_gradients,
+    few,
+    needs_gradients,
+    vanishes,
+)
 from mixproof.verify.oracle import Expected
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
@@ -30,16 +39,16 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     got = subject.gradients(inputs, cotangents, case.dtype)
     want = expect_gradients(subject, case, inputs, full, key="identities")
     evidence = [
-        _vanishes("sum_k dalpha_k", want, [(got["alpha"], want.bound["alpha"], (-1,))], ("H",)),
-        _vanishes(
+        vanishes("sum_k dalpha_k", [(got["alpha"], want.bound["alpha"], (-1,))], ("H",), want.vacuous),
+        vanishes(
             "sum of dx over tokens + sum of dmu over components",
-            want,
             [
                 (got[x.name], want.bound[x.name], (0, 2) if x.role == "token" else (1,))
                 for x in operator.inputs
                 if x.domain in ("routing", "mean")
             ],
             ("H", "R"),
+            want.vacuous,
         ),
     ]
     if operator.linear_in:
@@ -47,16 +56,11 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
         forward = expect(subject, case, inputs, key="stateless")
         left = outputs[name] * cotangents[name], forward.bound[name] * np.abs(cotangents[name])
         right = -got["v"] * v, want.bound["v"] * np.abs(v)
-        evidence.append(_vanishes("<O, dO> - <v, dv>", want, [(*left, (0, 2, 3)), (*right, (0, 2, 3))], ("H",)))
+        terms = [(*left, (0, 2, 3)), (*right, (0, 2, 3))]
+        evidence.append(vanishes("<O, dO> - <v, dv>", terms, ("H",), want.vacuous))
     else:
         evidence += _centred(subject, case, inputs, got, want, cotangents) + _diagonal(subject, case)
     return evidence
-
-
-def _vanishes(label: str, want: Expected, terms: list, axes: tuple[str, ...]) -> Evidence:
-    total = sum(np.sum(x, axis=a) for x, _, a in terms)
-    bound = sum(np.sum(b, axis=a) for _, b, a in terms)
-    return Evidence(label, np.asarray(total), np.zeros_like(total), np.asarray(bound), axes, 0.0, want.vacuous)
 
 
 def _centred(subject: Subject, case: Case, inputs: dict, got: dict, want: Expected, cotangents: dict) -> list[Evidence]:

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from mixproof.verify.case import Case, Domain, atlas
-from mixproof.verify.laws.law import Law, arithmetic, axes_of, expect, few
+from mixproof.verify.laws.law import Law, arithmetic, axes_of, expect, few, stateless
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
 
 
 def check(subject: Subject, case: Case) -> list[Evidence]:
-    inputs = {n: x for n, x in subject.inputs(case).items() if subject.operator.input(n).role != "state"}
+    inputs = stateless(subject, case)
     got = subject.run(inputs, case.dtype)
     name = next(y.name for y in subject.operator.outputs if y.role == "token")
     out, v = got[name], subject.operator.linear_in

@@ -180,6 +180,24 @@ def token_inputs(subject: Subject, inputs: Mapping[str, Any]) -> list[str]:
     return [x.name for x in subject.operator.inputs if x.role == "token" and x.name in inputs]
 
 
+def stateless(subject: Subject, case: Case) -> dict[str, Any]:
+    """The inputs of a case, states left out."""
+    return {n: x for n, x in subject.inputs(case).items() if subject.operator.input(n).role != "state"}
+
+
+def scalable(domain: Domain, small: bool) -> list[Case]:
+    """Cases in which nothing underflows, so that powers of two may be multiplied in."""
+    return [c for c in atlas(domain, small) if c.regime == "normal" and c.dtype != "float16"]
+
+
+def vanishes(
+    label: str, terms: list[tuple[np.ndarray, np.ndarray, tuple[int, ...]]], axes: tuple[str, ...], vacuous: str
+) -> Evidence:
+    """A sum that is zero, from terms (values, their tolerances, the dimensions to sum over)."""
+    total, bound = (sum(np.sum(term[i], axis=term[2]) for term in terms) for i in (0, 1))
+    return Evidence(label, np.asarray(total), np.zeros_like(total), np.asarray(bound), axes, 0.0, vacuous)
+
+
 def completed(cotangents: Mapping[str, np.ndarray], values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Cotangents of all outputs: zero for those that the implementation does not return."""
     return {n: cotangents.get(n, np.zeros_like(v)) for n, v in values.items()}

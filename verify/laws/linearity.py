@@ -6,14 +6,14 @@ import numpy as np
 
 from mixproof.verify.arithmetic import round_to
 from mixproof.verify.case import Case, Domain, atlas
-from mixproof.verify.laws.law import Law, axes_of, expect, few
+from mixproof.verify.laws.law import Law, axes_of, expect, few, stateless
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
 
 
 def check(subject: Subject, case: Case) -> list[Evidence]:
     v = subject.operator.linear_in or "v"
-    inputs = {n: x for n, x in subject.inputs(case).items() if subject.operator.input(n).role != "state"}
+    inputs = stateless(subject, case)
     values = inputs[v]
     other = round_to(case.generator("other").normal(size=values.shape), case.dtype)
     both = round_to(values + other, case.dtype)
@@ -36,9 +36,10 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
 
 
 def _linear(subject: Subject, state: str) -> bool:
-    """A state that has the value dimension is linear in the values; a normaliser does not depend on them."""
+    """A state that has the value dimension is linear in the values; a mass does not depend on them."""
     value_axis = subject.operator.input(subject.operator.linear_in or "v").axes[-1]
-    return value_axis in next(y.axes for y in subject.operator.outputs if y.name == state)
+    before = next((x for x in subject.operator.state if x.carries == state), None)
+    return before is not None and before.domain != "mass" and value_axis in before.axes
 
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:

@@ -9,13 +9,13 @@ import numpy as np
 
 from mixproof.verify.arithmetic import UNDERFLOW, UNIT
 from mixproof.verify.case import Case, Domain, atlas
-from mixproof.verify.laws.law import Law, against, arithmetic, expect, few
+from mixproof.verify.laws.law import Law, against, arithmetic, expect, few, stateless
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
 
 
 def check(subject: Subject, case: Case) -> list[Evidence]:
-    inputs = {n: x for n, x in subject.inputs(case).items() if subject.operator.input(n).role != "state"}
+    inputs = stateless(subject, case)
     v = subject.operator.linear_in
     if v:
         ones = inputs | {v: np.ones_like(inputs[v])}

@@ -223,9 +223,21 @@ def _unit(r: Reading, x: Any, eps: float) -> Ball:
 
 
 def _group_norm(r: Reading, x: Any, eps: float) -> Ball:
-    """Of the two-pass formula or of Welford's: differences off by their inputs, the mean and one rounding; the variance
-    by twice that and a sum; the root halves it."""
-    x = r.lift(x)
+    E, dE, root, low, moved = _centred(r, r.lift(x), eps)
+    v = E / np.where(root > 0, root, 1)
+    e = dE / low + np.abs(v) * moved / low
+    return r.around(v, (e + (np.abs(v) + e) * 12 * r.unit) * SLACK + r.eta / np.minimum(low, 1))
+
+
+def _deviation(r: Reading, x: Any, eps: float) -> Ball:
+    _, _, root, _, moved = _centred(r, r.lift(x), eps)
+    return r.around(root, (moved + (root + moved) * 6 * r.unit) * SLACK + r.eta)
+
+
+def _centred(r: Reading, x: Ball, eps: float) -> tuple[np.ndarray, ...]:
+    """x - mean and its error; sqrt(var + eps), its least value and its error. Of the two-pass formula or of Welford's:
+    differences off by their inputs, the mean and one rounding, before or after the quotient; the variance by twice that
+    and a sum; the root halves it."""
     n, radius = x.shape[-1], x.radius
 
     def mean(a: np.ndarray) -> np.ndarray:
@@ -236,17 +248,13 @@ def _group_norm(r: Reading, x: Any, eps: float) -> Ball:
     dE = radius + mean(radius) + (n + 4) * r.sum_unit * mean(wide)
     dE = (dE + r.unit * (np.abs(E) + dE)) * SLACK
     var = mean(E * E)
-    r.check(n * (np.abs(E) + dE) ** 2)
     dvar = mean((2 * np.abs(E) + dE) * dE) + ((n + 2) * r.sum_unit + 6 * r.unit) * mean((np.abs(E) + dE) ** 2)
-    low = np.sqrt(np.maximum(var - dvar, 0) + eps)
+    r.check(n * (np.abs(E) + dE) ** 2)
+    low, root = np.sqrt(np.maximum(var - dvar, 0) + eps), np.sqrt(var + eps)
     if np.any(low <= r.least):
         r.leave("a standard deviation may be zero")
         low = np.where(low > r.least, low, 1)
-    root = np.sqrt(var + eps)
-    moved = dvar / (root + low)
-    v = E / np.where(root > 0, root, 1)
-    e = dE / low + np.abs(v) * moved / low
-    return r.around(v, (e + (np.abs(v) + e) * 12 * r.unit) * SLACK + r.eta / np.minimum(low, 1))
+    return E, dE, root, low, dvar / (root + low)
 
 
 def _stored(r: Reading, x: Ball) -> Ball:
@@ -307,5 +315,6 @@ PRIMITIVES: Mapping[Any, Callable[..., Any]] = {
     primitives.either: _either,
     primitives.shifted: _shifted,
     primitives.turned: _turned,
+    primitives.deviation: _deviation,
     primitives.rectified: _rectified,
 }

@@ -22,8 +22,23 @@ from mixproof.verify.subject import Subject
 
 Row = tuple[str, str, Callable[..., Any], str, tuple[str, ...]]
 Arrays = Mapping[str, Any]
-MODULES = ("gma", "gma_vjp", "retention", "softmax_attention", "calling")
-OF_GRADIENTS = ("vjp", "gradient_causality", "gradient_identities")  # laws whose failures lie in a gradient
+MODULES = (
+    "gma",
+    "gma_vjp",
+    "retention",
+    "mome",
+    "tala",
+    "feature_maps",
+    "tala_normalised",
+    "tala_decays",
+    "tala_decays_vjp",
+    "multi_scale_retention",
+    "mixformer",
+    "softmax_attention",
+    "calling",
+)
+# laws whose failures lie in a gradient
+OF_GRADIENTS = ("vjp", "gradient_causality", "gradient_identities", "euler")
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def unmasked(grads, cotangents, q, k, v, gamma, scale, S0):
 FORWARD = (
     (
         "undecayed_state", "the carried state not decayed", chunkwise(carry=lambda g, n, chunk: g**0), "",
-        ("forward", "forms"),
+        ("forward", "forms", "cocycle"),
     ),
     (
         "tail_decay", "the short last chunk decayed like a full one",
@@ -189,7 +189,7 @@ FORWARD = (
     ),
     (
         "update_once", "the state not updated by short chunks",
-        chunkwise(kept=lambda S, n, chunk: S if n == chunk else 0 * S), "", ("forward", "split"),
+        chunkwise(kept=lambda S, n, chunk: S if n == chunk else 0 * S), "", ("forward", "split", "left_padding"),
     ),
     ("wrapped_rows", "key offsets kept in six bits", chunkwise(keys=wrapped_rows), "tala-idx-wrap", ("forward",)),
     ("mask_after_exp", "decays masked after exp", chunkwise(mask_after_exp), "tala-mask-after-exp", ("extremes",)),
@@ -210,7 +210,7 @@ FORWARD = (
     ),
     (
         "exclusive_mask", "tokens that do not read their own key",
-        chunkwise(lambda g, i, chunk: decays(g, i) - np.eye(len(i))), "", ("forward",),
+        chunkwise(lambda g, i, chunk: decays(g, i) - np.eye(len(i))), "", ("forward", "cocycle"),
     ),
     (
         "read_after", "the state read at the end of the chunk", chunkwise(read_after=True), "tala-leak-state",
@@ -240,15 +240,16 @@ FORWARD = (
     ),
     (
         "clipped_values", "values clipped to [-2, 2]", chunkwise(values=lambda v: np.clip(v, -2, 2)), "",
-        ("forward", "linearity"),
+        ("forward", "linearity", "homogeneity"),
     ),
     (
         "shifted_values", "2^-6 added to the values", chunkwise(values=lambda v: v + OFFSET), "",
-        ("forward", "linearity"),
+        ("forward", "linearity", "homogeneity"),
     ),
     (
         "by_length", "everything divided by the number of tokens", lambda q, k, v, gamma, scale=1.0, S0=None:
-        retention.parallel(q, k, v, gamma, scale / max(1, len(q)), S0), "", ("forward", "future_length"),
+        retention.parallel(q, k, v, gamma, scale / max(1, len(q)), S0), "",
+        ("forward", "future_length", "left_padding"),
     ),
 )  # fmt: skip
 
@@ -257,7 +258,7 @@ BACKWARD = (
     ("value_scale", "no scale on the gradient of the values", vjp(change=without_scale), "tala-dv-scale", ("vjp",)),
     (
         "last_tile", "the gradient of the queries from all but the first four value channels",
-        vjp(rows=lambda G: G * (np.arange(G.shape[1]) >= TILE)), "tala-dq-lastblock", ("vjp",),
+        vjp(rows=lambda G: G * (np.arange(G.shape[1]) >= TILE)), "tala-dq-lastblock", ("vjp", "euler"),
     ),
     (
         "decay_without_final", "the final state's cotangent missing from the gradient of gamma",
@@ -269,7 +270,7 @@ BACKWARD = (
     ),
     (
         "no_mask", "no causal mask in the gradient of the values", vjp(change=unmasked), "",
-        ("vjp", "gradient_causality"),
+        ("vjp", "gradient_causality", "euler"),
     ),
 )  # fmt: skip
 

@@ -46,7 +46,7 @@ _HALF = ("bfloat16", "float16")
 )
 def chunk(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, S0: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """2 x (B, T, H, K), (B, T, H, V) -> (B, T, H, V), (B, H, K, V); so do the next two."""
-    return _retention().chunk_retention(q, k, v, scale=scale, initial_state=S0, output_final_state=True)
+    return ops("retention").chunk_retention(q, k, v, scale=scale, initial_state=S0, output_final_state=True)
 
 
 @implements("retention", name="fla.fused_chunk_retention", requires=("triton", "fla"), dot=_DOT, chunk=64, **_COMMON)
@@ -60,7 +60,7 @@ def chunk(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, S0: Tensor | None
 )
 def fused_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, S0: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Chunks of the smallest power of two >= T, from 16 to 64."""
-    return _retention().fused_chunk_retention(q, k, v, scale=scale, initial_state=S0, output_final_state=True)
+    return ops("retention").fused_chunk_retention(q, k, v, scale=scale, initial_state=S0, output_final_state=True)
 
 
 @implements(
@@ -75,7 +75,7 @@ def fused_recurrent(
     q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, S0: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The recurrence, token by token."""
-    return _retention().fused_recurrent_retention(q, k, v, scale=scale, initial_state=S0, output_final_state=True)
+    return ops("retention").fused_recurrent_retention(q, k, v, scale=scale, initial_state=S0, output_final_state=True)
 
 
 @implements("retention", name="fla.parallel_retention", requires=("triton", "fla"), dot=_DOT, chunk=128, **_COMMON)
@@ -89,16 +89,16 @@ def fused_recurrent(
 )
 def parallel(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0) -> Tensor:
     """Neither takes nor gives a state: what it returns second are attention scores."""
-    return _retention().parallel_retention(q, k, v, scale=scale)[0]
+    return ops("retention").parallel_retention(q, k, v, scale=scale)[0]
 
 
 @functools.cache
-def _retention() -> ModuleType:
-    """fla.ops.retention, imported under the interpreter where there is no GPU."""
+def ops(family: str) -> ModuleType:
+    """fla.ops.`family`, imported under the interpreter where there is no GPU."""
     interpreter.activate()
     with warnings.catch_warnings():
-        # it looks for a GPU and for flash-attn, of which retention needs neither, and imports torch's compiler
+        # it looks for a GPU and for flash-attn, of which none of ours needs either, and imports torch's compiler
         warnings.filterwarnings("ignore", "Triton is not supported on current platform", UserWarning)
         warnings.filterwarnings("ignore", "Flash Attention is not installed", ImportWarning)
         warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
-        return importlib.import_module("fla.ops.retention")
+        return importlib.import_module(f"fla.ops.{family}")
