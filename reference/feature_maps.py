@@ -46,7 +46,7 @@ def phi_b(x: Array, norm_eps: float = 1e-12) -> Array:
 def phi_b_scaled(x: Array, norm_eps: float = 1e-12) -> Array:
     """The same with the row scaled by its largest entry, and multiplied with reciprocals."""
     y, top, r = _scaled(x)
-    return np.exp(y * np.minimum(1 / r, top / norm_eps))
+    return np.exp(y * (1 / np.maximum(r, norm_eps / np.where(top == 0, 1, top))))
 
 
 def phi_b_vjp(cotangents: dict[str, Array], x: Array, norm_eps: float = 1e-12) -> dict[str, Array]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from .primitives import Array, either, segment_decays
-from .spec import Form, Input, Operator, Output
+from .spec import Form, Input, Operator, Output, check_shapes
 from .tala_decays import (
     KEY_CHANNEL,
     TIME_VARYING,
@@ -35,6 +35,10 @@ def _spread(x: Array, g: Array) -> Array:
     return x[(..., *(3 - g.ndim) * (None,))]
 
 
+def _check(q: Array, k: Array, v: Array, g: Array, S0: Array) -> None:
+    check_shapes(SIMPLE if g.ndim == 1 else OPERATOR, {"q": q, "k": k, "v": v, "g": g, "S0": S0})
+
+
 def _products(g: Array) -> Products:
     return lambda start, stop: _spread(segment_decays(g, start, stop), g)
 
@@ -52,6 +56,7 @@ def vjp(
     """dg_n = a_n da_n; or, without da, what later tokens read of earlier ones, all of which decays at token n:
 
     dg_n = sum_{t >= n} (q_t dq_t - k_t dk_t) + <S, dS>, where the last token is that of the chunk or the sequence."""
+    _check(q, k, v, g, S0)
     grads, S = state_gradients(cotangents, q, k, v, _products(g), scale, S0, chunk)
     da = np.sum(grads.pop("A"), axis=tuple(range(g.ndim, 3)))
     flow, left = q * grads["q"] - k * grads["k"], np.sum(S * cotangents["S"], axis=1)
@@ -67,12 +72,15 @@ def _operator(name: str, summary: str, g: Input, mix: Mix, decayed: Operator) ->
     def chunkwise(
         q: Array, k: Array, v: Array, g: Array, scale: float = 1.0, S0: Array = None, chunk: int = 64
     ) -> tuple[Array, Array]:
+        _check(q, k, v, g, S0)
         return in_chunks(q, k, v, _products(g), mix, scale, S0, chunk)
 
     def parallel(q: Array, k: Array, v: Array, g: Array, scale: float = 1.0, S0: Array = None) -> tuple[Array, Array]:
+        _check(q, k, v, g, S0)
         return in_one_chunk(q, k, v, _products(g)(0, len(q)), mix, scale, S0)
 
     def recurrent(q: Array, k: Array, v: Array, g: Array, scale: float = 1.0, S0: Array = None) -> tuple[Array, Array]:
+        _check(q, k, v, g, S0)
         return in_steps(q, k, v, _spread(np.exp(g), g), scale, S0)
 
     return Operator(

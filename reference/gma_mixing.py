@@ -21,7 +21,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .primitives import Array, causal_mask, masked, stored
+from .primitives import Array, causal_mask, masked, starts, stored
 
 Memory = tuple[Array, Array]
 
@@ -211,9 +211,7 @@ def _cotangents(cotangents: Mapping[str, Array], S: Array, Z: Array) -> tuple[Ar
 
 
 def _chunks(T: int, chunk: int) -> list[slice]:
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it must be at least 1")
-    return [slice(a, a + chunk) for a in range(0, T, chunk)]
+    return [slice(a, a + chunk) for a in starts(T, chunk)]
 
 
 def _joined(dGQ: list[Array], dGK: list[Array], dV: list[Array], GQ: Array, GK: Array, V: Array) -> dict[str, Array]:

@@ -17,15 +17,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from .primitives import Array, causal_mask, masked, stored
-from .spec import Form, Input, Operator, Output
+from .primitives import Array, causal_mask, masked, starts, stored
+from .spec import Form, Input, Operator, Output, check_shapes
 
 
 def recurrent(
     q: Array, k: Array, v: Array, eps: Array = 0.0, S0: Array = None, z0: Array = None
 ) -> tuple[Array, Array, Array]:
     """S_i = S_{i-1} + k_i^T v_i, z_i = z_{i-1} + k_i;  o_i = q_i S_i / (q_i . z_i + eps).  -> O, S, z.  (7) (8)"""
-    V1, M = with_mass(v), memory(k, v, S0, z0)
+    V1, M = _memory(q, k, v, S0, z0)
     rows = [q[:0] @ M]
     for i in range(len(q)):
         M = M + k[i][:, None] * V1[i][None, :]
@@ -37,16 +37,16 @@ def parallel(
     q: Array, k: Array, v: Array, eps: Array = 0.0, S0: Array = None, z0: Array = None
 ) -> tuple[Array, Array, Array]:
     """o_i = sum_{j <= i} (q_i . k_j) v_j / (sum_{j <= i} q_i . k_j + eps).  -> O (T, V), S, z.  (5)"""
-    return quotient(*_parallel(q, k, with_mass(v), memory(k, v, S0, z0)), eps)
+    return quotient(*_parallel(q, k, *_memory(q, k, v, S0, z0)), eps)
 
 
 def chunkwise(
     q: Array, k: Array, v: Array, eps: Array = 0.0, S0: Array = None, z0: Array = None, chunk: int = 64
 ) -> tuple[Array, Array, Array]:
     """The parallel form inside chunks, the memory across them; the last chunk may be short.  -> O (T, V), S, z."""
-    V1, M = with_mass(v), memory(k, v, S0, z0)
+    V1, M = _memory(q, k, v, S0, z0)
     rows = [q[:0] @ M]
-    for a in range(0, len(q), chunk):
+    for a in starts(len(q), chunk):
         c = slice(a, a + chunk)
         U, M = _parallel(q[c], k[c], V1[c], M)
         rows.append(U)
@@ -65,9 +65,9 @@ def vjp(
 ) -> dict[str, Array]:
     """Gradients of <O, dO> + <S, dS> + <z, dz>: up the chunks for the queries, down with the cotangent R of the memory
     for keys and values."""
-    V1, M = with_mass(v), memory(k, v, S0, z0)
+    V1, M = _memory(q, k, v, S0, z0)
     G, R = cotangents["O"], joined(cotangents["S"], cotangents["z"])
-    chunks = [slice(a, a + chunk) for a in range(0, len(q), chunk)]
+    chunks = [slice(a, a + chunk) for a in starts(len(q), chunk)]
     dU, dq, dk, dV = [], [0 * q[:0]], [0 * k[:0]], [0 * v[:0]]
     for c in chunks:
         before, (U, M) = M, _parallel(q[c], k[c], V1[c], M)
@@ -109,6 +109,11 @@ def quotient_vjp(G: Array, U: Array, eps: Array) -> Array:
     D = U[:, -1:] + eps
     dN = G / D
     return np.concatenate([dN, -np.sum(dN * stored(U[:, :-1] / D), axis=1, keepdims=True)], axis=1)
+
+
+def _memory(q: Array, k: Array, v: Array, S0: Array, z0: Array) -> tuple[Array, Array]:
+    check_shapes(OPERATOR, {"q": q, "k": k, "v": v, "S0": S0, "z0": z0})
+    return with_mass(v), memory(k, v, S0, z0)
 
 
 def _parallel(q: Array, k: Array, V1: Array, M: Array) -> tuple[Array, Array]:

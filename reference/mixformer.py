@@ -21,10 +21,11 @@ from functools import partial
 import numpy as np
 
 from . import tala
+from .cost import check_sizes
 from .feature_maps import phi_b, phi_b_vjp
 from .multi_scale_retention import group_norm_vjp
 from .primitives import Array, group_norm, rectified, stored
-from .spec import Form, Input, Operator, Output
+from .spec import Form, Input, Operator, Output, check_shapes
 
 Attention = Callable[..., tuple[Array, Array]]
 
@@ -62,6 +63,7 @@ def vjp(
     W_1: Array, W_2: Array, heads: int = 2, eps: float = 1e-5, norm_eps: float = 1e-12, chunk: int = 64,
 ) -> dict[str, Array]:  # fmt: skip
     """Gradients of <Y, dY> for the tokens and every parameter, layer by layer backwards."""
+    _check(X, (gain1, bias1, W_Q, W_K, W_V, W_O), (gain2, bias2, W_1, W_2))
     N1 = _norm(X, gain1, bias1, eps)
     Q, K, V = (stored(N1 @ W) for W in (W_Q, W_K, W_V))
     form = partial(tala.chunkwise, chunk=chunk)
@@ -99,6 +101,7 @@ def _block(
     form: Attention, X: Array, first: tuple[Array, ...], second: tuple[Array, ...], heads: int, eps: float,
     norm_eps: float,
 ) -> Array:  # fmt: skip
+    _check(X, first, second)
     gain1, bias1, W_Q, W_K, W_V, W_O = first
     gain2, bias2, W_1, W_2 = second
     N = _norm(X, gain1, bias1, eps)
@@ -137,8 +140,16 @@ def _attention_vjp(
 
 def _heads(Q: Array, heads: int) -> list[tuple[Array, slice]]:
     """The index h = 1, .. of each head, as the kind of number that Q has, and its channels."""
+    check_sizes(heads=heads)
+    if Q.shape[1] % heads:
+        raise ValueError(f"X has {Q.shape[1]} channels, which {heads} heads do not divide")
     zero, d = np.sum(0 * Q[:0]), Q.shape[1] // heads
     return [(zero + h + 1, slice(h * d, (h + 1) * d)) for h in range(heads)]
+
+
+def _check(X: Array, first: tuple[Array, ...], second: tuple[Array, ...]) -> None:
+    names = ("X", "gain1", "bias1", "W_Q", "W_K", "W_V", "W_O", "gain2", "bias2", "W_1", "W_2")
+    check_shapes(OPERATOR, dict(zip(names, (X, *first, *second), strict=True)))
 
 
 def _norm(X: Array, gain: Array, bias: Array, eps: float) -> Array:

@@ -31,7 +31,7 @@ import numpy as np
 from . import mome_mixing as mixing
 from .mome_routers import R3, R3_vjp, selected, softmax_vjp, top_weights
 from .primitives import Array, softmax
-from .spec import Form, Input, Operator, Output
+from .spec import Form, Input, Operator, Output, check_shapes
 
 Cotangents = Mapping[str, Array]
 Gradients = dict[str, Array]
@@ -42,24 +42,24 @@ Weights = tuple[Array, Array, np.ndarray]  # to read with, to write with; who de
 
 def read_mix(E: Array) -> Weights:
     """All is written to every expert, E mixes what is read."""
-    ones = np.ones(E.shape, dtype=int)
+    ones = np.ones(E.shape, np.int8)
     return E, ones, ones
 
 
 def write_mix(E: Array) -> Weights:
     """E mixes what is written, every expert is read."""
-    ones = np.ones(E.shape, dtype=int)
+    ones = np.ones(E.shape, np.int8)
     return ones, E, ones
 
 
 def both_mix(E: Array) -> Weights:
     """E mixes both; every expert decays with every token."""
-    return E, E, np.ones(E.shape, dtype=int)
+    return E, E, np.ones(E.shape, np.int8)
 
 
 def both_mix_hold(E: Array, chosen: np.ndarray) -> Weights:
     """E mixes both; only the chosen experts decay."""
-    return E, E, chosen.astype(int)
+    return E, E, chosen.astype(np.int8)
 
 
 # --- read-mix --------------------------------------------------------------------------------------------------------
@@ -69,27 +69,33 @@ def chunkwise(
     q: Array, k: Array, v: Array, W: Array, a: Array, S0: Array = None, chunk: int = 64
 ) -> tuple[Array, Array]:
     """y_n = q_n sum_j E_nj S^j_n, one mask for all experts inside chunks, the states across them.  -> Y (T, D), S."""
-    return mixing.chunkwise(q, k, v, *read_mix(softmax(R3(k, v, W))), a, S0, chunk)
+    return mixing.chunkwise(q, k, v, *read_mix(_routed(q, k, v, W, a, S0)), a, S0, chunk)
 
 
 def parallel(q: Array, k: Array, v: Array, W: Array, a: Array, S0: Array = None) -> tuple[Array, Array]:
     """Y = ((Q K^T) * D) V with D_nm = sum_j E_nj a_j^(n-m)."""
-    return mixing.parallel(q, k, v, *read_mix(softmax(R3(k, v, W))), a, S0)
+    return mixing.parallel(q, k, v, *read_mix(_routed(q, k, v, W, a, S0)), a, S0)
 
 
 def recurrent(q: Array, k: Array, v: Array, W: Array, a: Array, S0: Array = None) -> tuple[Array, Array]:
     """S^j_n = a_j S^j_{n-1} + k_n^T v_n;  y_n = q_n sum_j E_nj S^j_n with E_n = softmax((k_n * v_n) W).  (17) (18)"""
-    return mixing.recurrent(q, k, v, *read_mix(softmax(R3(k, v, W))), a, S0)
+    return mixing.recurrent(q, k, v, *read_mix(_routed(q, k, v, W, a, S0)), a, S0)
 
 
 def vjp(
     cotangents: Cotangents, q: Array, k: Array, v: Array, W: Array, a: Array, S0: Array = None, chunk: int = 64
 ) -> Gradients:
     """Gradients of <Y, dY> + <S, dS>. Keys and values have a second way to the loss, through the router."""
-    E = softmax(R3(k, v, W))
+    E = _routed(q, k, v, W, a, S0)
     d = mixing.vjp(cotangents, q, k, v, *read_mix(E), a, S0, chunk)
     dk, dv, dW = R3_vjp(softmax_vjp(d["r"], E), k, v, W)
     return {"q": d["q"], "k": d["k"] + dk, "v": d["v"] + dv, "W": dW, "a": d["a"], "S0": d["S0"]}
+
+
+def _routed(q: Array, k: Array, v: Array, W: Array, a: Array, S0: Array) -> Array:
+    """E, of inputs whose shapes agree."""
+    check_shapes(OPERATOR, {"q": q, "k": k, "v": v, "W": W, "a": a, "S0": S0})
+    return softmax(R3(k, v, W))
 
 
 # --- write-mix -------------------------------------------------------------------------------------------------------

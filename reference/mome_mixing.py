@@ -18,14 +18,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .primitives import Array, causal_mask, decay, masked
+from .primitives import Array, causal_mask, decay, either, masked, starts
 
 
 def recurrent(
     q: Array, k: Array, v: Array, r: Array, w: Array, m: np.ndarray, a: Array, S0: Array = None
 ) -> tuple[Array, Array]:
     """S^j_n = a_j^m_nj S^j_{n-1} + w_nj k_n^T v_n;  y_n = q_n sum_j r_nj S^j_n.  -> Y (T, V), S.  (17)"""
-    S = _initial(k, v, w, S0)
+    S = _initial(q, k, v, r, w, a, S0)
     rows = [q[:0] @ S[0]]
     for n in range(len(q)):
         S = decay(a, m[n])[:, None, None] * S + w[n][:, None, None] * (k[n][:, None] * v[n][None, :])
@@ -37,8 +37,8 @@ def parallel(
     q: Array, k: Array, v: Array, r: Array, w: Array, m: np.ndarray, a: Array, S0: Array = None
 ) -> tuple[Array, Array]:
     """Y = ((Q K^T) * D) V with one mask for all experts, and what is left of S0.  -> Y (T, V), S."""
-    S0 = _initial(k, v, w, S0)
-    c, total = np.cumsum(m, axis=0), np.sum(m, axis=0)
+    S0 = _initial(q, k, v, r, w, a, S0)
+    c, total = _counts(m)
     old = _over_tokens(r * decay(a, c)) * (q @ S0)
     S = _written(k, v, w * decay(a, total - c)) + decay(a, total)[:, None, None] * S0
     return (q @ k.T * mask(r, w, m, a)) @ v + np.sum(old, axis=0), S
@@ -48,9 +48,9 @@ def chunkwise(
     q: Array, k: Array, v: Array, r: Array, w: Array, m: np.ndarray, a: Array, S0: Array = None, chunk: int = 64
 ) -> tuple[Array, Array]:
     """The parallel form inside chunks, the states across them; the last chunk may be short.  -> Y (T, V), S."""
-    S = _initial(k, v, w, S0)
+    S = _initial(q, k, v, r, w, a, S0)
     rows = [q[:0] @ S[0]]
-    for b in range(0, len(q), chunk):
+    for b in starts(len(q), chunk):
         Y, S = parallel(*(x[b : b + chunk] for x in (q, k, v, r, w, m)), a=a, S0=S)
         rows.append(Y)
     return np.concatenate(rows), S
@@ -58,7 +58,7 @@ def chunkwise(
 
 def mask(r: Array, w: Array, m: np.ndarray, a: Array) -> Array:
     """D_ni = sum_j r_nj a_j^(c_nj - c_ij) w_ij for i <= n, else 0.  (T, X), (X,) -> (T, T)."""
-    A, _ = _decays(a, np.cumsum(m, axis=0))
+    A, _ = _decays(a, _counts(m)[0])
     return np.sum(_over_tokens(r) * A * w.T[:, None, :], axis=0)
 
 
@@ -67,8 +67,8 @@ def vjp(
     q: Array, k: Array, v: Array, r: Array, w: Array, m: np.ndarray, a: Array, S0: Array = None, chunk: int = 64,
 ) -> dict[str, Array]:  # fmt: skip
     """Gradients of <Y, dY> + <S, dS> for all but m, chunk by chunk backwards with the cotangent R of the states."""
-    S, tokens = _initial(k, v, w, S0), (q, k, v, r, w, m)
-    slices = [slice(b, b + chunk) for b in range(0, len(q), chunk)]
+    S, tokens = _initial(q, k, v, r, w, a, S0), (q, k, v, r, w, m)
+    slices = [slice(b, b + chunk) for b in starts(len(q), chunk)]
     states = []
     for c in slices:
         states.append(S)
@@ -89,7 +89,7 @@ def _vjp_parallel(
 ) -> dict[str, Array]:
     """A and dA are the decays from token to token of each expert and their derivatives, f and u those of S0 until it
     is read and of what is written until the end. Products that meet v or G are formed expert by expert."""
-    c, total = np.cumsum(m, axis=0), np.sum(m, axis=0)
+    c, total = _counts(m)
     A, dA = _decays(a, c)
     f, u = decay(a, c), decay(a, total - c)
     df, du = c * decay(a, np.maximum(c - 1, 0)), (total - c) * decay(a, np.maximum(total - c - 1, 0))
@@ -111,6 +111,11 @@ def _vjp_parallel(
     }
 
 
+def _counts(m: np.ndarray) -> tuple[np.ndarray, Array]:
+    """Running sums and totals, in small integers: float32 times these stays float32."""
+    return np.cumsum(m, axis=0, dtype=np.int16), np.sum(m, axis=0, dtype=np.int16)
+
+
 def _decays(a: Array, c: np.ndarray) -> tuple[Array, Array]:
     """a_j^(c_nj - c_ij) for i <= n, else 0, and its derivative.  (X,), (T, X) -> (X, T, T) twice."""
     n, keep = np.maximum(c.T[:, :, None] - c.T[:, None, :], 0), causal_mask(len(c))
@@ -119,8 +124,9 @@ def _decays(a: Array, c: np.ndarray) -> tuple[Array, Array]:
 
 
 def _written(k: Array, v: Array, w: Array) -> Array:
-    """sum_n w_nj k_n^T v_n.  (T, K), (T, V), (T, X) -> (X, K, V)."""
-    return _turned(_over_tokens(w) * k) @ v
+    """sum_n w_nj k_n^T v_n, the weight on either factor: on a small one, float16 loses less that the other multiplies.
+    (T, K), (T, V), (T, X) -> (X, K, V)."""
+    return either(_turned(_over_tokens(w) * k) @ v, k.T @ (_over_tokens(w) * v))
 
 
 def _over_tokens(x: Array) -> Array:
@@ -132,5 +138,12 @@ def _turned(x: Array) -> Array:
     return np.transpose(x, (0, 2, 1))
 
 
-def _initial(k: Array, v: Array, w: Array, S0: Array) -> Array:
-    return _written(k[:0], v[:0], w[:0]) if S0 is None else S0
+def _initial(q: Array, k: Array, v: Array, r: Array, w: Array, a: Array, S0: Array) -> Array:
+    """S0, or zeros. Raises ValueError where a shape contradicts those of the weights and of k."""
+    zero, (T, X), K = _written(k[:0], v[:0], w[:0]), r.shape, k.shape[1]
+    S = zero if S0 is None else S0
+    shapes = {"q": (T, K), "k": (T, K), "v": (T, v.shape[1]), "a": (X,), "S0": zero.shape}
+    for name, x in {"q": q, "k": k, "v": v, "a": a, "S0": S}.items():
+        if x.shape != shapes[name]:
+            raise ValueError(f"{name} has shape {x.shape}; for {T} tokens and {X} experts it must be {shapes[name]}")
+    return S

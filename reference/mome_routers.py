@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .cost import check_sizes
 from .primitives import Array, masked, softmax
 
 Gradients = tuple[Array, Array, Array]  # of k, v, W
@@ -28,17 +29,17 @@ Gradients = tuple[Array, Array, Array]  # of k, v, W
 
 def R2(k: Array, v: Array, W: Array) -> Array:
     """l_nj = (k_n . v_n) w_j.  (T, D), (T, D), (X,) -> (T, X)."""
-    return np.sum(k * v, axis=1, keepdims=True) * W
+    return np.sum(_product(k, v), axis=1, keepdims=True) * W
 
 
 def R2_vjp(dl: Array, k: Array, v: Array, W: Array) -> Gradients:
     ds = np.sum(dl * W, axis=1, keepdims=True)
-    return ds * v, ds * k, np.sum(np.sum(k * v, axis=1, keepdims=True) * dl, axis=0)
+    return ds * v, ds * k, np.sum(np.sum(_product(k, v), axis=1, keepdims=True) * dl, axis=0)
 
 
 def R3(k: Array, v: Array, W: Array) -> Array:
     """l_n = (k_n * v_n) W.  (T, D), (T, D), (D, X) -> (T, X)."""
-    return (k * v) @ W
+    return _product(k, v) @ W
 
 
 def R3_vjp(dl: Array, k: Array, v: Array, W: Array) -> Gradients:
@@ -48,7 +49,7 @@ def R3_vjp(dl: Array, k: Array, v: Array, W: Array) -> Gradients:
 
 def R4(k: Array, v: Array, W: Array) -> Array:
     """l_ncj = k_nc v_nc w_j.  (T, D), (T, D), (X,) -> (T, D, X)."""
-    return (k * v)[:, :, None] * W
+    return _product(k, v)[:, :, None] * W
 
 
 def R4_vjp(dl: Array, k: Array, v: Array, W: Array) -> Gradients:
@@ -76,10 +77,18 @@ def R6_vjp(dl: Array, k: Array, v: Array, W: Array) -> Gradients:
     return np.sum(dl * (v @ W)[:, None, :], axis=2), dvW @ W.T, v.T @ dvW
 
 
+def _product(k: Array, v: Array) -> Array:
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {k.shape} and v {v.shape}; the router multiplies them element by element")
+    return k * v
+
+
 def selected(l: Array, top: int) -> np.ndarray:
     """Which experts are among the `top` with the largest logits; of equal ones those numbered first.  -> bool, as l.
 
-    An expert's rank is how many come before it: comparisons alone decide, so the choice is the same in every format."""
+    An expert's rank is how many come before it: comparisons alone decide, so the choice is the same in every format.
+    Raises TypeError or ValueError if `top` is no whole number >= 1."""
+    check_sizes(top=top)
     j = np.arange(l.shape[-1])
     before = (l[..., None, :] > l[..., :, None]) | ((l[..., None, :] == l[..., :, None]) & (j < j[:, None]))
     return np.sum(before, axis=-1) < top

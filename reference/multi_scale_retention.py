@@ -21,8 +21,8 @@ from functools import partial
 import numpy as np
 
 from . import retention
-from .primitives import Array, deviation, group_norm, shifted, sigmoid, silu, stored, turned
-from .spec import Form, Input, Operator, Output
+from .primitives import Array, cancelled, deviation, group_norm, sigmoid, silu, stored, turned
+from .spec import Form, Input, Operator, Output, check_shapes
 
 Retention = Callable[..., tuple[Array, Array]]
 
@@ -57,6 +57,7 @@ def vjp(
     base: float = 10000.0, chunk: int = 64,
 ) -> dict[str, Array]:  # fmt: skip
     """Gradients of <Y, dY>: through the gate, the norm and retention, then turned back."""
+    check_shapes(OPERATOR, {"q": q, "k": k, "v": v, "u": u})
     n, theta = np.arange(len(q)), angles(q.shape[1], base)
     Q, K = turned(q, n, theta), turned(k, n, theta)
     O, S = retention.chunkwise(Q, K, v, gamma, scale, chunk=chunk)
@@ -69,7 +70,11 @@ def vjp(
 
 
 def angles(K: int, base: float = 10000.0) -> Array:
-    """theta_i = base^(-i / (K/2 - 1)) for i = 0 .. K/2 - 1: from one to 1 / base, both included."""
+    """theta_i = base^(-i / (K/2 - 1)) for i = 0 .. K/2 - 1: from one to 1 / base, both included.
+
+    Raises ValueError for an odd K: channels are turned in pairs."""
+    if K % 2:
+        raise ValueError(f"q and k have {K} channels; they are turned in pairs")
     return base ** -np.linspace(0, 1, K // 2)
 
 
@@ -80,7 +85,7 @@ def group_norm_vjp(G: Array, x: Array, eps: float) -> Array:
     N, s = group_norm(x, eps), deviation(x, eps)
     c = _mean(G * N)
     both = np.abs(c) * (np.abs(x) + np.abs(_mean(x))) + np.abs(N) * (_mean(np.abs(G * x)) + np.abs(_mean(G) * _mean(x)))
-    return shifted(G - _mean(G) - N * c, both / s) / s
+    return cancelled(G - _mean(G) - N * c, both / s) / s
 
 
 def _mean(x: Array) -> Array:
@@ -90,6 +95,7 @@ def _mean(x: Array) -> Array:
 def _gated(
     form: Retention, q: Array, k: Array, v: Array, u: Array, gamma: Array, scale: float, eps: float, base: float
 ) -> Array:
+    check_shapes(OPERATOR, {"q": q, "k": k, "v": v, "u": u})
     n, theta = np.arange(len(q)), angles(q.shape[1], base)
     O, _ = form(turned(q, n, theta), turned(k, n, theta), v, gamma, scale)
     return silu(u) * group_norm(stored(O), eps)

@@ -145,9 +145,22 @@ def either(x: Array, y: Array) -> Array:
     return x
 
 
+def starts(T: int, chunk: int) -> range:
+    """The first token of every chunk. Raises ValueError for a chunk of no token."""
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}; it must be at least 1")
+    return range(0, T, chunk)
+
+
 def causal_mask(T: int, S: int | None = None) -> np.ndarray:
     """keep[i, j] = j <= i, a boolean (T, S) matrix."""
     return np.tril(np.ones((T, T if S is None else S), dtype=bool))
+
+
+@overridable
+def cancelled(x: Array, by: Array) -> Array:
+    """x itself: marks a sum in which an implementation may have further terms, of size `by`, that cancel."""
+    return x
 
 
 @overridable

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .primitives import Array, causal_mask, decay, masked
-from .spec import Form, Input, Operator, Output
+from .primitives import Array, causal_mask, decay, masked, starts
+from .spec import Form, Input, Operator, Output, check_shapes
 
 
 def recurrent(q: Array, k: Array, v: Array, gamma: Array, scale: float = 1.0, S0: Array = None) -> tuple[Array, Array]:
@@ -44,7 +44,7 @@ def chunkwise(
     """The parallel form inside chunks, the state across them; the last chunk may be short."""
     S = _initial(q, k, v, S0)
     rows = [q[:0] @ S]
-    for a in range(0, len(q), chunk):
+    for a in starts(len(q), chunk):
         O, S = parallel(q[a : a + chunk], k[a : a + chunk], v[a : a + chunk], gamma, scale, S)
         rows.append(O)
     return np.concatenate(rows), S
@@ -62,15 +62,15 @@ def vjp(
 ) -> dict[str, Array]:
     """Gradients of <O, dO> + <S, dS> for every input, chunk by chunk backwards with the cotangent R of the state."""
     S = _initial(q, k, v, S0)
-    starts = range(0, len(q), chunk)
+    first = starts(len(q), chunk)
     states = []
-    for a in starts:
+    for a in first:
         states.append(S)
         S = parallel(q[a : a + chunk], k[a : a + chunk], v[a : a + chunk], gamma, scale, S)[1]
     G, R = cotangents["O"], cotangents["S"]
     rows: dict[str, list[Array]] = {"q": [0 * q[:0]], "k": [0 * k[:0]], "v": [0 * v[:0]]}
     dgamma = np.sum(0 * R)
-    for a, S in zip(reversed(starts), reversed(states), strict=True):
+    for a, S in zip(reversed(first), reversed(states), strict=True):
         c = slice(a, a + chunk)
         grads = _vjp_parallel(G[c], R, q[c], k[c], v[c], gamma, scale, S)
         for name, r in rows.items():
@@ -107,6 +107,7 @@ def _vjp_parallel(
 
 
 def _initial(q: Array, k: Array, v: Array, S0: Array) -> Array:
+    check_shapes(OPERATOR, {"q": q, "k": k, "v": v, "S0": S0})
     return k[:0].T @ v[:0] if S0 is None else S0
 
 

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 Array = Any  # a NumPy array, or an array of another number system
 ROLES = ("token", "parameter", "state", "scalar")
 
@@ -137,7 +135,7 @@ def check_shapes(operator: Operator, inputs: Mapping[str, Array]) -> dict[str, i
         value = inputs.get(x.name)
         if x.role == "scalar" or value is None:
             continue
-        shape = np.shape(value)
+        shape = getattr(value, "shape", ())
         if len(shape) != len(x.axes):
             raise ValueError(f"{x.name} has shape {shape}; {operator.name} expects ({', '.join(x.axes)})")
         for axis, n in zip(x.axes, shape, strict=True):

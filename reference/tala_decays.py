@@ -24,8 +24,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .primitives import Array, decay, masked, segment_products, weighted_dot
-from .spec import Form, Input, Operator, Output
+from .primitives import Array, decay, masked, segment_products, starts, weighted_dot
+from .spec import Form, Input, Operator, Output, check_shapes
 
 Products = Callable[[int, int], Array]  # P of the tokens start <= t < stop
 Mix = Callable[[Array, Array, Array, Array], Array]  # q, k, v, P[1:, 1:] -> what tokens read of their own chunk
@@ -55,7 +55,7 @@ def in_chunks(
     """Chunk by chunk with the state across them; the last chunk may be short."""
     S, T = _initial(k, v, S0), len(q)
     rows = [q[:0] @ S]
-    for a in range(0, T, chunk):
+    for a in starts(T, chunk):
         b = min(a + chunk, T)
         O, S = in_one_chunk(q[a:b], k[a:b], v[a:b], products(a, b), mix, scale, S)
         rows.append(O)
@@ -70,7 +70,7 @@ def state_gradients(
     Chunk by chunk backwards with R_n, the cotangent of S_n:  dA_n = R_n * S_{n-1}, which needs no A_n to divide by."""
     S, T = _initial(k, v, S0), len(q)
     chunks = []
-    for a in range(0, T, chunk):
+    for a in starts(T, chunk):
         b = min(a + chunk, T)
         P = products(a, b)
         chunks.append((slice(a, b), P, S))
@@ -140,15 +140,21 @@ def _operator(
 ) -> Operator:
     """`steps(a, T)` is A, `products(a, start, stop)` is P, `spread` are the axes of (T, K, V) that a does not have."""
 
+    def check(q: Array, k: Array, v: Array, a: Array, S0: Array) -> None:
+        check_shapes(operator, {"q": q, "k": k, "v": v, "a": a, "S0": S0})
+
     def chunkwise(
         q: Array, k: Array, v: Array, a: Array, scale: float = 1.0, S0: Array = None, chunk: int = block
     ) -> tuple[Array, Array]:
+        check(q, k, v, a, S0)
         return in_chunks(q, k, v, lambda *tokens: products(a, *tokens), mix, scale, S0, chunk)
 
     def parallel(q: Array, k: Array, v: Array, a: Array, scale: float = 1.0, S0: Array = None) -> tuple[Array, Array]:
+        check(q, k, v, a, S0)
         return in_one_chunk(q, k, v, products(a, 0, len(q)), mix, scale, S0)
 
     def recurrent(q: Array, k: Array, v: Array, a: Array, scale: float = 1.0, S0: Array = None) -> tuple[Array, Array]:
+        check(q, k, v, a, S0)
         return in_steps(q, k, v, steps(a, len(q)), scale, S0)
 
     def vjp(
@@ -161,6 +167,7 @@ def _operator(
         S0: Array = None,
         chunk: int = block,
     ) -> dict[str, Array]:
+        check(q, k, v, a, S0)
         grads, _ = state_gradients(cotangents, q, k, v, lambda *tokens: products(a, *tokens), scale, S0, chunk)
         return grads | {"a": np.sum(grads.pop("A"), axis=spread)}
 
@@ -173,7 +180,7 @@ def _operator(
         Input("scale", (), "scalar", "scale", default=1.0, differentiable=False),
         Input("S0", ("K", "V"), "state", "state", carries="S"),
     )
-    return Operator(
+    operator = Operator(
         name=name,
         summary=summary,
         source="MixFormer (14)-(16), corrected",
@@ -188,6 +195,7 @@ def _operator(
         exact_inputs=tuple(Input(x.name, x.axes, x.role, "field") for x in inputs),
         degrees={"q": 1, "k": 1, "v": 1},
     )
+    return operator
 
 
 TIME_VARYING = _operator(

@@ -29,7 +29,7 @@ import numpy as np
 from . import retention
 from .linear_attention import joined, memory, quotient, quotient_vjp, with_mass
 from .primitives import Array
-from .spec import Form, Input, Operator, Output
+from .spec import Form, Input, Operator, Output, check_shapes
 
 Retention = Callable[..., tuple[Array, Array]]
 
@@ -68,6 +68,7 @@ def n1_vjp(
     chunk: int = 64,
 ) -> dict[str, Array]:
     """Gradients of <O, dO> + <x, dx> + <z, dz>. With m = x / z: dx = dO q / z and dz = -m dx, row by row."""
+    check_shapes(N1, {"q": q, "k": k, "v": v, "x0": x0, "z0": z0})
     D, G, R = k.shape[1], cotangents["O"], np.concatenate([cotangents["x"], cotangents["z"]])[None, :]
     I = (*_ones(k), np.concatenate([k * v, k], axis=1), a, 1.0, _pair(k, x0, z0), chunk)
     XZ = retention.chunkwise(*I)[0]
@@ -80,6 +81,7 @@ def n1_vjp(
 
 
 def _n1(form: Retention, q: Array, k: Array, v: Array, a: Array, x0: Array, z0: Array) -> tuple[Array, Array, Array]:
+    check_shapes(N1, {"q": q, "k": k, "v": v, "x0": x0, "z0": z0})
     D = k.shape[1]
     XZ, last = form(*_ones(k), np.concatenate([k * v, k], axis=1), a, S0=_pair(k, x0, z0))
     return q * XZ[:, :D] / XZ[:, D:], last[0, :D], last[0, D:]
@@ -104,21 +106,21 @@ def n2(
     q: Array, k: Array, v: Array, a: Array, eps: Array = 0.0, S0: Array = None, z0: Array = None, chunk: int = 64
 ) -> tuple[Array, Array, Array]:
     """o_t = q_t S_t / (q_t . z_t + eps), chunk by chunk.  -> O (T, V), S (K, V), z (K,).  (12)"""
-    return quotient(*retention.chunkwise(q, k, with_mass(v), a, 1.0, memory(k, v, S0, z0), chunk), eps)
+    return quotient(*retention.chunkwise(*_with_mass(q, k, v, a, S0, z0), chunk), eps)
 
 
 def n2_parallel(
     q: Array, k: Array, v: Array, a: Array, eps: Array = 0.0, S0: Array = None, z0: Array = None
 ) -> tuple[Array, Array, Array]:
     """The same as weights a^(t-i) (q_t . k_i) divided by their sum."""
-    return quotient(*retention.parallel(q, k, with_mass(v), a, 1.0, memory(k, v, S0, z0)), eps)
+    return quotient(*retention.parallel(*_with_mass(q, k, v, a, S0, z0)), eps)
 
 
 def n2_recurrent(
     q: Array, k: Array, v: Array, a: Array, eps: Array = 0.0, S0: Array = None, z0: Array = None
 ) -> tuple[Array, Array, Array]:
     """The same token by token."""
-    return quotient(*retention.recurrent(q, k, with_mass(v), a, 1.0, memory(k, v, S0, z0)), eps)
+    return quotient(*retention.recurrent(*_with_mass(q, k, v, a, S0, z0)), eps)
 
 
 def n2_vjp(
@@ -133,11 +135,19 @@ def n2_vjp(
     chunk: int = 64,
 ) -> dict[str, Array]:
     """Gradients of <O, dO> + <S, dS> + <z, dz>: those of the quotient, then those of a retention."""
-    I = (q, k, with_mass(v), a, 1.0, memory(k, v, S0, z0), chunk)
+    I = (*_with_mass(q, k, v, a, S0, z0), chunk)
     dU = quotient_vjp(cotangents["O"], retention.chunkwise(*I)[0], eps)
     d = retention.vjp({"O": dU, "S": joined(cotangents["S"], cotangents["z"])}, *I)
     states = {"S0": d["S0"][:, :-1], "z0": d["S0"][:, -1]}
     return {"q": d["q"], "k": d["k"], "v": d["v"][:, :-1], "a": d["gamma"]} | states
+
+
+def _with_mass(
+    q: Array, k: Array, v: Array, a: Array, S0: Array, z0: Array
+) -> tuple[Array, Array, Array, Array, float, Array]:
+    """What retention takes, the mass a further value: q, k, v, a, scale, S0."""
+    check_shapes(N2, {"q": q, "k": k, "v": v, "S0": S0, "z0": z0})
+    return q, k, with_mass(v), a, 1.0, memory(k, v, S0, z0)
 
 
 # --- n3: one normaliser a key channel --------------------------------------------------------------------------------
@@ -175,6 +185,7 @@ def n3_vjp(
     chunk: int = 64,
 ) -> dict[str, Array]:
     """Gradients of <O, dO> + <S, dS> + <z, dz>: back through the retention of p = q / z, then through that of z."""
+    check_shapes(N3, {"q": q, "k": k, "v": v, "S0": S0, "z0": z0})
     ones = (*_ones(k), k, a, 1.0, None if z0 is None else z0[None, :], chunk)
     Z = retention.chunkwise(*ones)[0]
     p = q / Z
@@ -186,6 +197,7 @@ def n3_vjp(
 
 
 def _n3(form: Retention, q: Array, k: Array, v: Array, a: Array, S0: Array, z0: Array) -> tuple[Array, Array, Array]:
+    check_shapes(N3, {"q": q, "k": k, "v": v, "S0": S0, "z0": z0})
     Z, z = form(*_ones(k), k, a, S0=None if z0 is None else z0[None, :])
     O, S = form(q / Z, k, v, a, S0=S0)
     return O, S, z[0]

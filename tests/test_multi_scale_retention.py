@@ -213,7 +213,7 @@ def test_deviation_stays_in_its_ball():
 
 @pytest.mark.parametrize("offset", [0.0, 1e3])
 def test_gradients_of_pytorchs_norms_stay_in_their_balls(offset):
-    """In float32. layer_norm goes by the normalised x, group_norm multiplies it out: far from zero, that costs digits."""
+    """In float32. layer_norm goes by the normalised x, group_norm multiplies it out: digits are lost far from zero."""
     g = np.random.default_rng(1)
     x, G = (g.standard_normal((40, 6)) + offset).astype(U32), g.standard_normal((40, 6)).astype(U32)
     reading = Reading(natural("float32"))

@@ -10,7 +10,7 @@ from mixproof.verify.laws.law import Law, axes_of, expect, few, needs_state, tok
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
 
-EVERY = 40  # sequences up to this length are split everywhere, longer ones around chunk edges
+EVERY = 16  # sequences up to this length are split everywhere, longer ones around chunk edges
 
 
 def check(subject: Subject, case: Case) -> list[Evidence]:

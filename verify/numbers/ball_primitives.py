@@ -137,6 +137,8 @@ def _decay(r: Reading, gamma: Any, n: np.ndarray) -> Ball:
     |x^n - gamma^n| <= (|gamma| + rg)^n - |gamma|^n for a base that is itself off by rg."""
     g = r.lift(gamma)
     n = np.asarray(n)
+    if g.ndim == 0 and n.ndim > 1:
+        return _decay(r, g, np.arange(np.max(n, initial=0) + 1))[n]  # each power once
     v, size = g.v**n, np.abs(g.v)
     log = np.abs(np.log(np.where(size > 0, size, 1)))
     error = np.where((g.e <= r.eta) & (g.w == 0), 0, g.radius)  # an input, exactly
@@ -148,33 +150,41 @@ def _decay(r: Reading, gamma: Any, n: np.ndarray) -> Ball:
 
 
 def _segment_products(r: Reading, a: Any) -> Ball:
-    """Repeated products, in any grouping: one rounding a step, and that of a base given by a logarithm, as in decay."""
+    """Repeated products, in any grouping, one rounding a step; or, where sums of logarithms are declared, exp(c_n - c_m)
+    with the logarithms of decay."""
     a = r.lift(a)
     size = np.abs(a.v)
     error = np.where((a.e <= r.eta) & (a.w == 0), 0, a.radius)
     log = np.abs(np.log(np.where(size > 0, size, 1)))
-    step = np.where((error == 0) & (size == 1), 0, r.unit * (1 + 2 * r.exp_error + (r.exp_error + 5) * log))
-    return _segments(r, primitives.segment_products(a.v), size + error, step)
+    logarithm = 2 * r.exp_error + (r.exp_error + 5) * log if r.arithmetic.span > 1 else 0
+    step = np.where((error == 0) & (size == 1), 0, r.unit * (1 + logarithm))
+    extra = _summed(r, log, 0, len(log))
+    return _segments(r, primitives.segment_products(a.v), size + error, step, extra)
 
 
 def _segment_decays(r: Reading, g: Any, start: int, stop: int) -> Ball:
-    """A product of exp(g_t), or exp(c_n - c_m) with sums c that start anew every `span` tokens: term by term a chain
-    c_n - c_m is n - m additions, a tree twice log2 of the span, each off by the unit times what was summed."""
+    """A product of exp(g_t), or exp(c_n - c_m) with sums c of logarithms."""
     g = r.lift(g)
-    span = r.arithmetic.span
     size = np.where(np.isfinite(g.v), np.abs(g.v), 0)
-    total = np.concatenate([np.zeros_like(size[:1]), np.cumsum(size, axis=0)])
-    t = np.arange(start, stop + 1)
-    summed = total[t] - total[np.maximum(t - span, 0)]  # at most this has been added up after token t
-    summed = np.maximum(summed[:, None], summed[None, :])
-    tree = 2 * np.ceil(np.log2(max(span, 2))) if span > 1 else 0
-    steps = np.maximum(t[:, None] - t[None, :], 0).reshape(len(t), len(t), *(1,) * (g.ndim - 1))
-    extra = np.where(steps > 0, r.sum_unit * (np.minimum(steps, span) + tree + 2) * summed, 0) if span > 1 else 0
     part = g[start:stop]
     step = part.radius + r.unit * (1 + 2 * r.exp_error + 3 * size[start:stop])
     step = np.where(part.v == 0, part.radius, step)
     a = np.exp(part.v)
-    return _segments(r, primitives.segment_products(a), a, step, extra)
+    return _segments(r, primitives.segment_products(a), a, step, _summed(r, size, start, stop))
+
+
+def _summed(r: Reading, size: np.ndarray, start: int, stop: int) -> Any:
+    """What differences c_n - c_m of sums of logarithms that start anew every `span` tokens add: term by term they are
+    n - m additions, in a tree twice log2 of the span, each off by the unit times what was summed until then."""
+    span = r.arithmetic.span
+    if span == 1:
+        return 0
+    total = np.concatenate([np.zeros_like(size[:1]), np.cumsum(size, axis=0)])
+    t = np.arange(start, stop + 1)
+    summed = total[t] - total[np.maximum(t - span, 0)]
+    steps = np.maximum(t[:, None] - t[None, :], 0).reshape(len(t), len(t), *(1,) * (size.ndim - 1))
+    additions = np.minimum(steps, span) + 2 * np.ceil(np.log2(span)) + 2
+    return np.where(steps > 0, r.sum_unit * additions * np.maximum(summed[:, None], summed[None, :]), 0)
 
 
 def _segments(r: Reading, v: np.ndarray, most: np.ndarray, step: np.ndarray, extra: Any = 0) -> Ball:
@@ -275,14 +285,20 @@ def _shifted(r: Reading, s: Ball, by: Any) -> Ball:
     return type(s)(r, s.v, s.m + by, s.e, s.w + 4 * r.unit, s.n + 2, z=s.z)
 
 
+def _cancelled(r: Reading, x: Ball, by: Any) -> Ball:
+    """Two more additions; a term has two roundings of its own."""
+    by = np.abs(getattr(by, "v", by))
+    return type(x)(r, x.v, x.m + by, x.e, x.w + 2 * r.unit + 2 * r.sum_unit, x.n + 2, z=x.z)
+
+
 def _turned(r: Reading, x: Any, n: np.ndarray, theta: np.ndarray) -> Ball:
-    """The majorant of a coordinate is that of its pair: a complex product mixes both. An angle n theta comes from
-    theta = base^-l by pow, or exp(-l log(base)), l itself off by 3 units; a state that turns token by token is off by
-    four units a token, two for its factor and two for the product."""
+    """|a cos| + |b sin| <= |(a, b)|, the majorant of both coordinates: a complex product mixes them. An angle n theta
+    comes from theta = base^-l by pow, or exp(-l log(base)), l itself off by 3 units; a state that turns token by token
+    is off by four units a token, two for its factor and two for the product."""
     x = r.lift(x)
 
     def pair(a: np.ndarray) -> np.ndarray:
-        return np.repeat(a[:, 0::2] + a[:, 1::2], 2, axis=1)
+        return np.repeat(np.hypot(a[:, 0::2], a[:, 1::2]), 2, axis=1)
 
     size = np.abs(n)[:, None]
     angle = size * theta * (r.exp_error + 4 + 6 * np.abs(np.log(theta)))
@@ -314,6 +330,7 @@ PRIMITIVES: Mapping[Any, Callable[..., Any]] = {
     primitives.stored: _stored,
     primitives.either: _either,
     primitives.shifted: _shifted,
+    primitives.cancelled: _cancelled,
     primitives.turned: _turned,
     primitives.deviation: _deviation,
     primitives.rectified: _rectified,

@@ -20,7 +20,7 @@ from mixproof.verify.subjects.mutants.retention import chunkwise, decays, rounde
 CHUNK = 8
 LEAK, OFFSET = 1e-6, 2.0**-6
 Retention = Callable[..., Any]
-NAMES = ("tala.n1", "tala.n2", "tala.n3", "linear_attention")
+NAMES: tuple[str, ...] = ("tala.n1", "tala.n2", "tala.n3", "linear_attention")
 
 # --- builders --------------------------------------------------------------------------------------------------------
 
