@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from .primitives import Array, either, softmax, stored, unit
-from .spec import Form, Input, Operator, Output
+from .spec import Form, Input, Operator, Output, check_cotangents
 
 
 def phi_a(x: Array) -> Array:
@@ -32,6 +32,7 @@ def phi_a_softmax(x: Array) -> Array:
 
 def phi_a_vjp(cotangents: dict[str, Array], x: Array) -> dict[str, Array]:
     """dx = Y * G - Y * Y (Y . G). Its rows sum to zero, so what autograd sends through the maximum is only rounding."""
+    check_cotangents(PHI_A, cotangents, {"x": x})
     Y, G = stored(phi_a(x)), cotangents["Y"]
     dx = Y * G - Y * Y * np.sum(Y * G, axis=-1, keepdims=True)
     through = np.where(x == np.max(x, axis=-1, keepdims=True), np.sum(dx, axis=-1, keepdims=True), 0)
@@ -51,6 +52,7 @@ def phi_b_scaled(x: Array, norm_eps: float = 1e-12) -> Array:
 
 def phi_b_vjp(cotangents: dict[str, Array], x: Array, norm_eps: float = 1e-12) -> dict[str, Array]:
     """With u = x / ||x|| and H = Y * G: dx = (H - u (u . H)) / ||x||, so x . dx = 0; H / norm_eps below norm_eps."""
+    check_cotangents(PHI_B, cotangents, {"x": x})
     u = unit(x, norm_eps)
     H = stored(np.exp(u)) * cotangents["Y"]
     _, top, r = _scaled(x)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from .primitives import Array, either, segment_decays
-from .spec import Form, Input, Operator, Output, check_shapes
+from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
 from .tala_decays import (
     KEY_CHANNEL,
     TIME_VARYING,
@@ -56,6 +56,7 @@ def vjp(
     """dg_n = a_n da_n; or, without da, what later tokens read of earlier ones, all of which decays at token n:
 
     dg_n = sum_{t >= n} (q_t dq_t - k_t dk_t) + <S, dS>, where the last token is that of the chunk or the sequence."""
+    check_cotangents(SIMPLE if g.ndim == 1 else OPERATOR, cotangents, {"q": q, "v": v})
     _check(q, k, v, g, S0)
     grads, S = state_gradients(cotangents, q, k, v, _products(g), scale, S0, chunk)
     da = np.sum(grads.pop("A"), axis=tuple(range(g.ndim, 3)))

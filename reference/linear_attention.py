@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from .primitives import Array, causal_mask, masked, starts, stored
-from .spec import Form, Input, Operator, Output, check_shapes
+from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
 
 
 def recurrent(
@@ -65,6 +65,7 @@ def vjp(
 ) -> dict[str, Array]:
     """Gradients of <O, dO> + <S, dS> + <z, dz>: up the chunks for the queries, down with the cotangent R of the memory
     for keys and values."""
+    check_cotangents(OPERATOR, cotangents, {"q": q, "v": v})
     V1, M = _memory(q, k, v, S0, z0)
     G, R = cotangents["O"], joined(cotangents["S"], cotangents["z"])
     chunks = [slice(a, a + chunk) for a in starts(len(q), chunk)]

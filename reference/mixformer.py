@@ -25,7 +25,7 @@ from .cost import check_sizes
 from .feature_maps import phi_b, phi_b_vjp
 from .multi_scale_retention import group_norm_vjp
 from .primitives import Array, group_norm, rectified, stored
-from .spec import Form, Input, Operator, Output, check_shapes
+from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
 
 Attention = Callable[..., tuple[Array, Array]]
 
@@ -63,6 +63,7 @@ def vjp(
     W_1: Array, W_2: Array, heads: int = 2, eps: float = 1e-5, norm_eps: float = 1e-12, chunk: int = 64,
 ) -> dict[str, Array]:  # fmt: skip
     """Gradients of <Y, dY> for the tokens and every parameter, layer by layer backwards."""
+    check_cotangents(OPERATOR, cotangents, {"X": X})
     _check(X, (gain1, bias1, W_Q, W_K, W_V, W_O), (gain2, bias2, W_1, W_2))
     N1 = _norm(X, gain1, bias1, eps)
     Q, K, V = (stored(N1 @ W) for W in (W_Q, W_K, W_V))

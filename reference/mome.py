@@ -31,7 +31,7 @@ import numpy as np
 from . import mome_mixing as mixing
 from .mome_routers import R3, R3_vjp, selected, softmax_vjp, top_weights
 from .primitives import Array, softmax
-from .spec import Form, Input, Operator, Output, check_shapes
+from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
 
 Cotangents = Mapping[str, Array]
 Gradients = dict[str, Array]
@@ -87,6 +87,7 @@ def vjp(
 ) -> Gradients:
     """Gradients of <Y, dY> + <S, dS>. Keys and values have a second way to the loss, through the router."""
     E = _routed(q, k, v, W, a, S0)
+    check_cotangents(OPERATOR, cotangents, {"q": q, "W": W})
     d = mixing.vjp(cotangents, q, k, v, *read_mix(E), a, S0, chunk)
     dk, dv, dW = R3_vjp(softmax_vjp(d["r"], E), k, v, W)
     return {"q": d["q"], "k": d["k"] + dk, "v": d["v"] + dv, "W": dW, "a": d["a"], "S0": d["S0"]}
@@ -122,6 +123,7 @@ def write_mix_vjp(
     cotangents: Cotangents, q: Array, k: Array, v: Array, l: Array, a: Array, S0: Array = None, chunk: int = 64
 ) -> Gradients:
     """Gradients of <Y, dY> + <S, dS>."""
+    check_cotangents(WRITE_MIX, cotangents, {"q": q, "v": v, "l": l})
     E = softmax(l)
     d = mixing.vjp(cotangents, q, k, v, *write_mix(E), a, S0, chunk)
     return {name: d[name] for name in ("q", "k", "v", "a", "S0")} | {"l": softmax_vjp(d["w"], E)}
@@ -156,6 +158,7 @@ def top_k_vjp(
     chunk: int = 64,
 ) -> Gradients:  # fmt: skip
     """Gradients of <Y, dY> + <S, dS> while the selection stays as it is: where it changes, Y jumps."""
+    check_cotangents(TOP_K, cotangents, {"q": q, "v": v, "l": l})
     E = top_weights(l, top)
     d = mixing.vjp(cotangents, q, k, v, *both_mix(E), a, S0, chunk)
     return {name: d[name] for name in ("q", "k", "v", "a", "S0")} | {"l": softmax_vjp(d["r"] + d["w"], E)}
@@ -190,6 +193,7 @@ def top_k_hold_vjp(
     chunk: int = 64,
 ) -> Gradients:  # fmt: skip
     """Gradients of <Y, dY> + <S, dS> while the selection stays as it is: where it changes, Y jumps."""
+    check_cotangents(TOP_K_HOLD, cotangents, {"q": q, "v": v, "l": l})
     E = top_weights(l, top)
     d = mixing.vjp(cotangents, q, k, v, *both_mix_hold(E, selected(l, top)), a, S0, chunk)
     return {name: d[name] for name in ("q", "k", "v", "a", "S0")} | {"l": softmax_vjp(d["r"] + d["w"], E)}

@@ -22,7 +22,7 @@ import numpy as np
 
 from . import retention
 from .primitives import Array, cancelled, deviation, group_norm, sigmoid, silu, stored, turned
-from .spec import Form, Input, Operator, Output, check_shapes
+from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
 
 Retention = Callable[..., tuple[Array, Array]]
 
@@ -57,6 +57,7 @@ def vjp(
     base: float = 10000.0, chunk: int = 64,
 ) -> dict[str, Array]:  # fmt: skip
     """Gradients of <Y, dY>: through the gate, the norm and retention, then turned back."""
+    check_cotangents(OPERATOR, cotangents, {"v": v})
     check_shapes(OPERATOR, {"q": q, "k": k, "v": v, "u": u})
     n, theta = np.arange(len(q)), angles(q.shape[1], base)
     Q, K = turned(q, n, theta), turned(k, n, theta)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from .primitives import Array, causal_mask, decay, masked, starts
-from .spec import Form, Input, Operator, Output, check_shapes
+from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
 
 
 def recurrent(q: Array, k: Array, v: Array, gamma: Array, scale: float = 1.0, S0: Array = None) -> tuple[Array, Array]:
@@ -61,6 +61,7 @@ def vjp(
     chunk: int = 64,
 ) -> dict[str, Array]:
     """Gradients of <O, dO> + <S, dS> for every input, chunk by chunk backwards with the cotangent R of the state."""
+    check_cotangents(OPERATOR, cotangents, {"q": q, "v": v})
     S = _initial(q, k, v, S0)
     first = starts(len(q), chunk)
     states = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .primitives import Array, causal_mask, either, masked, softmax, stored
-from .spec import Form, Input, Operator, Output
+from .spec import Form, Input, Operator, Output, check_cotangents
 
 
 def weights(q: Array, k: Array, scale: float | None = None, causal: bool = False) -> Array:
@@ -45,6 +45,7 @@ def vjp(
     cotangents: dict[str, Array], q: Array, k: Array, v: Array, scale: float | None = None, causal: bool = False
 ) -> dict[str, Array]:
     """dV = P^T dO;  dS = P * (dO V^T - rowsum(dO * O));  dQ = scale dS K;  dK = scale dS^T Q."""
+    check_cotangents(OPERATOR, cotangents, {"q": q, "v": v})
     scale = q.shape[1] ** -0.5 if scale is None else scale
     G = cotangents["O"]
     P = weights(q, k, scale, causal)

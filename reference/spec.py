@@ -144,3 +144,15 @@ def check_shapes(operator: Operator, inputs: Mapping[str, Array]) -> dict[str, i
                     f"{x.name} has shape {shape}: axis {axis} is {n}, but another argument has {axis}={sizes[axis]}"
                 )
     return sizes
+
+
+def check_cotangents(operator: Operator, cotangents: Mapping[str, Array], inputs: Mapping[str, Array]) -> None:
+    """Raises ValueError for a cotangent that is missing, or of no output, or of another shape than its output, whose
+    sizes are those of `inputs`."""
+    sizes, names = check_shapes(operator, inputs), [y.name for y in operator.outputs]
+    if set(cotangents) != set(names):
+        raise ValueError(f"cotangents are those of {', '.join(sorted(cotangents))}; expected {', '.join(names)}")
+    for y in operator.outputs:
+        shape, want = getattr(cotangents[y.name], "shape", ()), tuple(sizes[a] for a in y.axes)
+        if shape != want:
+            raise ValueError(f"the cotangent of {y.name} has shape {shape}; {y.name} has shape {want}")

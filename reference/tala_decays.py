@@ -25,7 +25,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .primitives import Array, decay, masked, segment_products, starts, weighted_dot
-from .spec import Form, Input, Operator, Output, check_shapes
+from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
 
 Products = Callable[[int, int], Array]  # P of the tokens start <= t < stop
 Mix = Callable[[Array, Array, Array, Array], Array]  # q, k, v, P[1:, 1:] -> what tokens read of their own chunk
@@ -168,6 +168,7 @@ def _operator(
         chunk: int = block,
     ) -> dict[str, Array]:
         check(q, k, v, a, S0)
+        check_cotangents(operator, cotangents, {"q": q, "v": v})
         grads, _ = state_gradients(cotangents, q, k, v, lambda *tokens: products(a, *tokens), scale, S0, chunk)
         return grads | {"a": np.sum(grads.pop("A"), axis=spread)}
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .primitives import Array, decay
+from .primitives import Array, causal_mask, decay, masked
 from .tala_masks import constant_gain, free_gain, geometric, mix, per_source
 
 READINGS = ("N1", "N2", "N3")
@@ -64,6 +64,22 @@ def eq12_per_source(q: Array, k: Array, v: Array, omega: Array, G: Array, readin
 def eq14_free_G(q: Array, k: Array, v: Array, omega: Array, G: Array) -> Array:
     """O = ((Q K^T) * D) V with D_nm = omega^(n-m) G_nm, G a free (T, T) matrix.  (14)"""
     return mix(q, k, v, free_gain(omega, G))
+
+
+def eq14_free_G_vjp(dO: Array, q: Array, k: Array, v: Array, omega: Array, G: Array) -> dict[str, Array]:
+    """Gradients of <O, dO>. With W = (dO V^T) o L and C = (Q K^T) o L below the diagonal and on it, dD = W * C:
+    dG_nm = omega^(n-m) dD_nm, and domega = sum (n-m) omega^(n-m-1) G_nm dD_nm."""
+    D, keep = free_gain(omega, G), causal_mask(len(G))
+    n = np.arange(len(G), dtype=np.int16)
+    distance = np.maximum(n[:, None] - n[None, :], 0)
+    W, C = masked(dO @ v.T, keep, 0), masked(q @ k.T, keep, 0)
+    return {
+        "q": (W * D) @ k,
+        "k": (W * D).T @ q,
+        "v": (C * D).T @ dO,
+        "G": decay(omega, distance) * W * C,
+        "omega": np.sum(distance * decay(omega, np.maximum(distance - 1, 0)) * G * W * C),
+    }
 
 
 def eq14_const_g(q: Array, k: Array, v: Array, omega: Array, g: Array) -> Array:

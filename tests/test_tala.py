@@ -83,6 +83,7 @@ def test_the_printed_chunkwise_equation_is_killed_at_every_head(h: int) -> None:
     (printed,) = (m for m in mutants("tala") if m.name == "printed_16")
     declaration = printed.subject().declaration
     assert printed.forward is not None
+
     def at_head(q, k, v, scale=1.0, S0=None, chunk=8):
         given = {"h": np.full(q.shape[1], h, q.dtype), "G": np.ones(q.shape[1], q.dtype)}
         state = {} if S0 is None else {"S0": S0}

@@ -491,3 +491,26 @@ def test_every_number_system_gives_the_same(name: str) -> None:
     floats = f(*(np.asarray(x, dtype=float) for x in inputs))
     want = exact.data.astype(float)
     assert np.all(np.abs(floats - want) <= (0 if "(12)" not in name else 1.1 * (2 * T + 3) * U) * want)
+
+
+@pytest.mark.parametrize("omega", [0.7, 0.0, -0.5])
+def test_gradients_of_a_free_gain_are_those_of_autograd(omega: float) -> None:
+    torch = pytest.importorskip("torch")
+    T, g = 6, np.random.default_rng(0)
+    x = {"q": g.normal(size=(T, 3)), "k": g.normal(size=(T, 3)), "v": g.normal(size=(T, 2)), "G": g.normal(size=(T, T))}
+    dO = g.normal(size=(T, 2))
+    got = printed.eq14_free_G_vjp(dO, **x, omega=np.float64(omega))
+    leaves = {n: torch.tensor(a, dtype=torch.float64, requires_grad=True) for n, a in (x | {"omega": omega}).items()}
+    powers = [torch.ones((), dtype=torch.float64)]
+    for _ in range(T):
+        powers.append(powers[-1] * leaves["omega"])
+    rows = []
+    for n in range(T):
+        weights = [powers[n - m] * leaves["G"][n, m] * (leaves["q"][n] @ leaves["k"][m]) for m in range(n + 1)]
+        rows.append(sum(w * leaves["v"][m] for m, w in enumerate(weights)))
+    want = torch.autograd.grad((torch.stack(rows) * torch.tensor(dO)).sum(), list(leaves.values()))
+    assert set(got) == set(leaves)
+    for n, w in zip(leaves, want, strict=True):
+        # each gradient is a sum of at most T T K V = 216 products of six factors
+        size = 222 * 2.0**-53 * 216 * np.abs(dO).max() * max(np.abs(a).max() for a in x.values()) ** 4
+        assert np.max(np.abs(got[n] - w.numpy())) <= size, n

@@ -150,8 +150,8 @@ def _decay(r: Reading, gamma: Any, n: np.ndarray) -> Ball:
 
 
 def _segment_products(r: Reading, a: Any) -> Ball:
-    """Repeated products, in any grouping, one rounding a step; or, where sums of logarithms are declared, exp(c_n - c_m)
-    with the logarithms of decay."""
+    """Repeated products, in any grouping, one rounding a step; or, where a chunk is declared, exp(c_n - c_m) with sums
+    of the logarithms of decay."""
     a = r.lift(a)
     size = np.abs(a.v)
     error = np.where((a.e <= r.eta) & (a.w == 0), 0, a.radius)
