@@ -25,7 +25,8 @@ SHRINK_SECONDS = 10.0
 @dataclass(frozen=True)
 class Profile:
     """How long to look. `examples`: random cases for a law of search weight one; `small`: the short atlas only, and
-    of a slow implementation only the core laws; `slow_cases`: how many of the atlas's cases a slow one gets;
+    of a slow implementation only the core laws; `slow_cases`: how many of the atlas's cases a slow one gets for a core
+    law, and half as many, and no random ones, for another;
     `all_threads`: as many as the framework likes, where one is several times faster on small cases."""
 
     name: str
@@ -113,7 +114,7 @@ def _searched(subject: Subject, law: Law, profile: Profile, seed: int, cell: str
         if outcome.broken:
             broken = outcome
             break
-    if broken is None and law.search and profile.examples:
+    if broken is None and law.search and profile.examples and (law.core or not subject.slow):
         count = max(1, int(law.search * profile.examples / (4 if subject.slow else 1)))
         found = search(subject, law, domain, count, profile.derandomise, outcomes)
         broken = found
@@ -146,7 +147,7 @@ def _cases(subject: Subject, law: Law, domain: Domain, profile: Profile) -> Iter
     slow = subject.slow
     cases = law.plan(domain, profile.small or slow)
     seen = set()
-    for case in few(cases, profile.slow_cases) if slow else cases:
+    for case in few(cases, profile.slow_cases // (1 if law.core else 2)) if slow else cases:
         if slow and profile.small:  # one head, one chunk and a token more
             longest = domain.chunk + 1
             short = {a: domain.fit(a, min(n, longest)) for a, n in case.sizes if a in ("T", "S")}

@@ -117,11 +117,17 @@ def builtin_alias() -> None:
         vars(call).pop(tl.core.TRITON_BUILTIN)  # do not wrap it again
         return call
 
+    seen: dict[int, tuple[dict, int, list]] = {}  # by namespace: itself, its size when it was searched, its modules
+
+    def searched(names):
+        if seen.get(id(names), (None, -1))[1] != len(names):
+            names.update({n: interpreted(v) for n, v in names.items() if callable(v) and tl.core.is_builtin(v)})
+            seen[id(names)] = (names, len(names), [m for m in names.values() if m is tl or m is tl.core])
+        return seen[id(names)][2]
+
     def make(original):
         def patch_lang(fn):
-            names = fn.__globals__
-            names.update({n: interpreted(v) for n, v in names.items() if callable(v) and tl.core.is_builtin(v)})
-            places = [tl.tensor.__add__, *(m.arange for m in names.values() if m is tl or m is tl.core)]
+            places = [tl.tensor.__add__, *(m.arange for m in searched(fn.__globals__))]
             if len(places) > 1 and not any(tl.core.is_builtin(f) for f in places):
                 return tri._LangPatchScope()  # a device function inside a kernel: it is patched, and patching is slow
             return original(fn)
