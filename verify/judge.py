@@ -26,7 +26,7 @@ SHRINK_SECONDS = 10.0
 class Profile:
     """How long to look. `examples`: random cases for a law of search weight one; `small`: the short atlas only, and
     of a slow implementation only the core laws; `slow_cases`: how many of the atlas's cases a slow one gets for a core
-    law, and half as many, and no random ones, for another;
+    law, and half as many, no random ones and none longer than a chunk and a token, for another, if it is `brief`;
     `all_threads`: as many as the framework likes, where one is several times faster on small cases."""
 
     name: str
@@ -35,12 +35,13 @@ class Profile:
     slow_cases: int = 4
     derandomise: bool = True
     all_threads: bool = False
+    brief: bool = True
 
 
 PROFILES = {
     "smoke": Profile("smoke", 0, small=True, slow_cases=2),
     "ci": Profile("ci", 12),
-    "nightly": Profile("nightly", 400, slow_cases=1000, derandomise=False, all_threads=True),
+    "nightly": Profile("nightly", 400, slow_cases=1000, derandomise=False, all_threads=True, brief=False),
 }
 
 
@@ -114,7 +115,7 @@ def _searched(subject: Subject, law: Law, profile: Profile, seed: int, cell: str
         if outcome.broken:
             broken = outcome
             break
-    if broken is None and law.search and profile.examples and (law.core or not subject.slow):
+    if broken is None and law.search and profile.examples and not _briefly(subject, law, profile):
         count = max(1, int(law.search * profile.examples / (4 if subject.slow else 1)))
         found = search(subject, law, domain, count, profile.derandomise, outcomes)
         broken = found
@@ -147,14 +148,20 @@ def _cases(subject: Subject, law: Law, domain: Domain, profile: Profile) -> Iter
     slow = subject.slow
     cases = law.plan(domain, profile.small or slow)
     seen = set()
-    for case in few(cases, profile.slow_cases // (1 if law.core else 2)) if slow else cases:
-        if slow and profile.small:  # one head, one chunk and a token more
+    brief = _briefly(subject, law, profile)
+    for case in few(cases, profile.slow_cases // (2 if brief else 1)) if slow else cases:
+        if brief or (slow and profile.small):  # one chunk and a token more
             longest = domain.chunk + 1
-            short = {a: domain.fit(a, min(n, longest)) for a, n in case.sizes if a in ("T", "S")}
-            case = case.resized(B=1, H=min(case.size("H"), 2), **short)
+            case = case.resized(**{a: domain.fit(a, min(n, longest)) for a, n in case.sizes if a in ("T", "S")})
+        if slow and profile.small:
+            case = case.resized(B=1, H=min(case.size("H"), 2))
         if case not in seen:
             seen.add(case)
             yield case
+
+
+def _briefly(subject: Subject, law: Law, profile: Profile) -> bool:
+    return subject.slow and profile.brief and not law.core
 
 
 def search(

@@ -20,10 +20,8 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     strided, kinds = subject.framework.strided, KINDS[subject.declaration.strides]
     roles = {x.name: x.role for x in subject.operator.inputs}
     evidence: list[Evidence] = []
-    for name in native:
-        if roles[name] == "scalar":
-            continue
-        for kind in kinds:
+    for i, name in enumerate(n for n in native if roles[n] != "scalar"):
+        for kind in kinds[i % 2 :: 2] if subject.slow else kinds:
             got = subject.restore(subject.invoke(native | {name: strided(native[name], kind)}))
             evidence += against(subject, got, want, f"{name} {kind}: ")
     if subject.differentiable:

@@ -50,6 +50,7 @@ class Reading:
         self.arithmetic = arithmetic
         self.recomputes = recomputes
         self.vacuous = ""
+        self.constants: dict[float, Ball] = {}
         self.exp_error = 2 * arithmetic.exp_ulps
         # an error of k units, or its inverse, k <= most, is a factor within exp(k u / (1 - most u)) of one
         most = max(8, 2 * self.exp_error)
@@ -71,9 +72,14 @@ class Reading:
         """x if it is a ball, else a constant; it is rounded where the intermediate format does not hold it."""
         if isinstance(x, Ball):
             return x
+        if isinstance(x, (int, float)) and x not in self.constants:
+            self.constants[x] = self._constant(x)
+        return self.constants[x] if isinstance(x, (int, float)) else self._constant(x)
+
+    def _constant(self, x: Any) -> Ball:
         constant = self.ball(x)
-        inexact = round_to(constant.v, self.arithmetic.intermediate) != constant.v
-        return constant.widened(np.where(inexact, self.unit * constant.m, 0)) if np.any(inexact) else constant
+        held = round_to(constant.v, self.arithmetic.intermediate) == constant.v
+        return constant if np.all(held) else constant.widened(np.where(held, 0, self.unit * constant.m))
 
     def around(self, v: np.ndarray, e: np.ndarray, w: float = 0.0, n: int = 1) -> Ball:
         """A result within e of v whose majorant starts afresh: no later sum reaches into it."""
