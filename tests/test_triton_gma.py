@@ -24,7 +24,7 @@ TINY = 2.0**-126  # what flushes to zero
 # half a unit in the last place of the output; the interpreter truncates to bfloat16, which costs a whole one
 OUTPUT = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8}
 
-# every T, K, R, V and chunk that matters at least once: below, at and above the tiles (16 and 32 tokens) and chunks
+# every T, K, R, V and chunk that matters at least once: below, at and above the tiles (16 to 64 tokens) and chunks
 SIZES = [
     # T, K, R, V, chunk
     (0, 3, 3, 5, 64),
@@ -36,6 +36,7 @@ SIZES = [
     (63, 1, 3, 33, 64),
     (64, 20, 3, 5, 32),
     (65, 3, 3, 5, 64),
+    (75, 2, 1, 3, 70),
     (130, 16, 1, 1, 48),
 ]
 
@@ -154,7 +155,7 @@ def test_more_components_and_channels_than_a_tile():
 
 
 def test_a_context_of_more_than_64_tiles():
-    p = problem(1, 2, 1, 1, S=64 * 32 + 5, B=1, H=1)
+    p = problem(1, 17, 1, 1, S=64 * 32 + 5, B=1, H=1)  # more than 16 components: tiles of 32 tokens
     check(gma.cross(p.q, p.k, p.v, *p.mixture), attention64(p)[0])
 
 
@@ -406,7 +407,7 @@ def test_the_declarations_say_what_the_kernels_do():
 
     for name in ("responsibilities", "bidirectional", "cross", "causal"):
         (declared,) = getattr(getattr(gma, name), ATTRIBUTE)
-        assert (declared.operator, declared.dot, declared.gradients) == (f"gma.{name}", "float32", False)
+        assert (declared.operator, declared.dot, declared.gradients) == (f"gma.{name}", "float32", True)
         p = problem(2, 3, 2, 5, dtype=torch.float16)
         assert set(declared.dtypes) == {"float32", "float16", "bfloat16"}
         assert p.mixture[0].dtype == torch.float32

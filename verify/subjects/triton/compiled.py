@@ -72,28 +72,64 @@ def resources(target: str, only: str = "") -> list[Resources]:
 
 
 def configurations() -> dict[str, Callable[[], Any]]:
-    """What is called, by name: the common size in both dtypes, a large one, one whose sizes are multiples of nothing,
-    and one where every size is 1, which Triton compiles as constants."""
+    """What is called, forward and backward, by name: the common size in both dtypes, a large one, one whose sizes are
+    multiples of nothing, and one where every size is 1, which Triton compiles as constants."""
     import torch
 
     from mixproof.verify.subjects.triton import gma
 
-    def call(K: int, R: int, V: int, dtype: torch.dtype, H: int = 2, T: int = 128) -> Callable[[], Any]:
+    def call(
+        K: int, R: int, V: int, dtype: torch.dtype, kinds: str = "alone all causal", H: int = 2, T: int = 128
+    ) -> Callable[[], Any]:
         def run() -> None:
-            q, k, v = (torch.zeros(1, T, H, n, dtype=dtype) for n in (R, R, V))
+            q, k, v = (torch.zeros(1, T, H, n, dtype=dtype, requires_grad=True) for n in (R, R, V))
             mixture = torch.zeros(H, K, R), torch.zeros(H, K, R), torch.zeros(H, K)
-            gma.responsibilities(q, *mixture)
-            gma.bidirectional(q, k, v, *mixture)
-            gma.causal(q, k, v, *mixture, S0=torch.zeros(1, H, K, V), Z0=torch.zeros(1, H, K))
+            for kind in kinds.split():
+                if kind == "alone":
+                    outputs: tuple[torch.Tensor, ...] = (gma.responsibilities(q, *mixture),)
+                elif kind == "all":
+                    outputs = (gma.bidirectional(q, k, v, *mixture),)
+                else:
+                    outputs = gma.causal(q, k, v, *mixture, S0=torch.zeros(1, H, K, V), Z0=torch.zeros(1, H, K))
+                sum((y * y).sum() for y in outputs).backward()  # not y.sum(): its cotangent has strides of 0
 
         return run
 
     return {
         "gma K64 R64 V64 float32": call(64, 64, 64, torch.float32),
-        "gma K64 R64 V64 bfloat16": call(64, 64, 64, torch.bfloat16),
-        "gma K512 R64 V256 float16": call(512, 64, 256, torch.float16),
+        "gma K64 R64 V64 bfloat16": call(64, 64, 64, torch.bfloat16, "causal"),
+        "gma K512 R64 V256 float16": call(512, 64, 256, torch.float16, "alone all"),
         "gma K20 R3 V33 float32": call(20, 3, 33, torch.float32, H=3, T=65),
         "gma K1 R1 V1 float32": call(1, 1, 1, torch.float32, H=1, T=1),
+    } | _tala_configurations()
+
+
+def _tala_configurations() -> dict[str, Callable[[], Any]]:
+    """The same for TALA and its relatives, both directions. K and V are loop bounds: 128 compiles as 64 does."""
+    import torch
+
+    from mixproof.verify.subjects.triton import tala
+
+    def call(K: int, V: int, dtype: torch.dtype, kinds: str, H: int = 2, T: int = 128) -> Callable[[], Any]:
+        def run() -> None:
+            q, k, v = (torch.zeros(1, T, H, n, dtype=dtype, requires_grad=True) for n in (K, K, V))
+            head, token = torch.zeros(H, requires_grad=True), torch.zeros(1, T, H, dtype=dtype, requires_grad=True)
+            S0 = torch.zeros(1, H, K, V)
+            for kind in kinds.split():
+                if kind == "constant":
+                    O, S = tala.tala(q, k, v, head, head, S0=S0)
+                else:
+                    function = tala.simple_gated_linear_attention if kind == "log" else tala.time_varying
+                    O, S = function(q, k, v, token, S0=S0)
+                (O.sum() + S.sum()).backward()
+
+        return run
+
+    return {
+        "tala K64 V64 float32": call(64, 64, torch.float32, "constant log signed"),
+        "tala K128 V128 bfloat16": call(128, 128, torch.bfloat16, "constant log"),
+        "tala K20 V33 float16": call(20, 33, torch.float16, "constant", H=3, T=65),
+        "tala K1 V1 float32": call(1, 1, torch.float32, "signed", H=1, T=1),
     }
 
 

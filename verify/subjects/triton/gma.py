@@ -1,4 +1,4 @@
-"""Gaussian mixture attention in Triton, forward: responsibilities, aggregation, broadcasting; no (N, K) array.
+"""Gaussian mixture attention in Triton: responsibilities, aggregation, broadcasting; no (N, K) array.
 
 Source: GMA (arXiv 2606.18283) (3), (5), (7), (14), (16) and the causal form. Each head has its own mixture:
 
@@ -11,31 +11,45 @@ Two passes over the components: the first keeps only two numbers of each token, 
 responsibilities one tile of components at a time where they are used. So nothing depends on K, R or V fitting in a
 block. Token sums are partial sums of fixed stretches of tokens, added in order: no atomics, the same bits every run.
 A row of the output depends on tile shapes, which depend on K, V and chunk alone, not on T, B or H.
+The backward is in gma_backward.py.
 
-The kernels compute in float32 (dot products in full precision, "ieee"); inputs are converted on load, O on store.
+The kernels compute in float32 (dot products in full precision, "ieee"); inputs are converted on load, results on store.
 On a machine without CUDA the kernels run in Triton's interpreter, which truncates float32 to bfloat16 on store instead
 of rounding; the gate repairs that first (interpreter.activate), or withholds bfloat16 verdicts.
 
     letter     shape                                  meaning
     top total  (B, H, N)                              max_k s_nk and sum_k exp(s_nk - top_n) of each token
     part       (B, H, parts, K, V), (B, H, parts, K)  sums over stretches of tokens, then the states before them
-    t i j kk vv                                       indices of a tile: tokens, queries, keys, components, channels
+    t i j      tile                                   tokens, queries, keys
+    kk vv rr   tile                                   components, channels of values, dimensions of tokens
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
 from mixproof.verify import implements
+from mixproof.verify.subjects.triton import gma_backward as backward
 from mixproof.verify.subjects.triton import gma_kernels as kernels
 from mixproof.verify.subjects.triton.gma_kernels import triton
+from mixproof.verify.subjects.triton.gma_launches import (
+    ROWS,
+    Routed,
+    Tensor,
+    launching,
+    read,
+    routed,
+    start,
+    states,
+    stretch,
+    tables,
+    tiles,
+)
 
-Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DECLARED = {
     "name": "triton.fused",
@@ -43,7 +57,6 @@ DECLARED = {
     "dtypes": ("float32", "float16", "bfloat16"),
     "dot": "float32",
     "exp_ulps": 3,  # ex2.approx is good to 2 ulp, _exp adds a rounding
-    "gradients": False,
     "devices": ("cpu", "cuda"),
     "requires": ("triton",),
     "slow": True,
@@ -54,30 +67,8 @@ DECLARED = {
 @implements("gma.responsibilities", **DECLARED)
 def responsibilities(x: Tensor, mu: Tensor, omega: Tensor, alpha: Tensor, v_min: float = 0.0) -> Tensor:
     """gamma_k(x_n): x (B, T, H, R), mu and omega (H, K, R), alpha (H, K) -> (B, T, H, K)."""
-    B, T, H, R, K = _sizes("BTHRK", {"x": (x, "BTHR")} | _mixture(mu, omega, alpha), v_min=v_min)
-    gamma = torch.empty(B, T, H, K, dtype=x.dtype, device=x.device)
-    shape = _tiles(K, 1)
-    with _launching(x):
-        table = _tables(mu, omega, alpha, v_min)
-        top, total = _normalisers(x, table, shape)
-        grid = (B * H * triton.cdiv(T, shape.BT) * triton.cdiv(K, shape.BK),)
-        _start(
-            kernels.gamma_kernel,
-            grid,
-            x,
-            top,
-            total,
-            *table,
-            gamma,
-            *x.stride(),
-            *gamma.stride(),
-            H,
-            T,
-            K,
-            R,
-            *shape[:2],
-        )
-    return gamma
+    _check({"x": (x, "BTHR")} | _mixture(mu, omega, alpha), v_min=v_min)
+    return _Responsibilities.apply(x, mu, omega, alpha, v_min)
 
 
 @implements("gma.bidirectional", **DECLARED)
@@ -86,8 +77,8 @@ def bidirectional(
 ) -> Tensor:
     """Every token reads every token: q, k (B, T, H, R), v (B, T, H, V) -> O (B, T, H, V)."""
     arguments = {"q": (q, "BTHR"), "k": (k, "BTHR"), "v": (v, "BTHV")}
-    _sizes("T", arguments | _mixture(mu, omega, alpha), eps=eps, v_min=v_min)
-    return cross(q, k, v, mu, omega, alpha, eps, v_min)
+    _check(arguments | _mixture(mu, omega, alpha), eps=eps, v_min=v_min)
+    return _Cross.apply(q, k, v, mu, omega, alpha, eps, v_min)
 
 
 @implements("gma.cross", **DECLARED)
@@ -96,17 +87,8 @@ def cross(
 ) -> Tensor:
     """T queries read a context of S tokens: q (B, T, H, R), k (B, S, H, R), v (B, S, H, V) -> O (B, T, H, V)."""
     arguments = {"q": (q, "BTHR"), "k": (k, "BSHR"), "v": (v, "BSHV")}
-    B, T, H, S, V, K = _sizes("BTHSVK", arguments | _mixture(mu, omega, alpha), eps=eps, v_min=v_min)
-    O = torch.empty(B, T, H, V, dtype=q.dtype, device=q.device)
-    shape = _tiles(K, V)
-    # At most about 64 stretches: memory stays bounded in S, and each is long enough to be worth a program.
-    stretch = shape.BT * max(1, triton.cdiv(S, 64 * shape.BT))
-    with _launching(q):
-        table = _tables(mu, omega, alpha, v_min)
-        norms = _normalisers(q, table, shape)
-        _, _, sums, counts = _states(k, v, table, _normalisers(k, table, shape), shape, stretch, None, None)
-        _read(q, k, v, norms, norms, table, sums[:, :, None], counts[:, :, None], O, eps, shape, None)
-    return O
+    _check(arguments | _mixture(mu, omega, alpha), eps=eps, v_min=v_min)
+    return _Cross.apply(q, k, v, mu, omega, alpha, eps, v_min)
 
 
 @implements("gma.causal", **DECLARED)
@@ -126,126 +108,88 @@ def causal(
     """Token i reads tokens j <= i and the state S0 (B, H, K, V), Z0 (B, H, K) before them; -> O (B, T, H, V) and the
     float32 state S, Z after them. States are kept every `chunk` tokens; inside a chunk the affinity is masked."""
     arguments = {"q": (q, "BTHR"), "k": (k, "BTHR"), "v": (v, "BTHV")} | _mixture(mu, omega, alpha)
-    arguments |= {"S0": (S0, "BHKV"), "Z0": (Z0, "BHK")}
-    B, T, H, V, K = _sizes("BTHVK", arguments, eps=eps, v_min=v_min)
+    _check(arguments | {"S0": (S0, "BHKV"), "Z0": (Z0, "BHK")}, eps=eps, v_min=v_min)
     if not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"chunk is {chunk!r}; expected a whole number of tokens, at least 1")
-    O = torch.empty(B, T, H, V, dtype=q.dtype, device=q.device)
-    shape = _tiles(K, V, chunk)
-    chunk = min(chunk, max(T, 1))
-    with _launching(q):
-        table = _tables(mu, omega, alpha, v_min)
-        norms_q, norms_k = _normalisers(q, table, shape), _normalisers(k, table, shape)
-        before_S, before_Z, S, Z = _states(k, v, table, norms_k, shape, chunk, S0, Z0)
-        _read(q, k, v, norms_q, norms_k, table, before_S, before_Z, O, eps, shape, chunk)
-    return O, S, Z
+    return _Causal.apply(q, k, v, mu, omega, alpha, S0, Z0, eps, v_min, min(chunk, max(q.shape[1], 1)))
 
 
-# ---- launches ------------------------------------------------------------------------------------------------------
+# ---- forward, and what it keeps for the backward: inputs, two or three numbers of each token, O if it is exact -------
 
 
-class _Tiles(NamedTuple):
-    """Tokens, components and channels of a tile. tl.dot wants at least 16 of each."""
+class _Responsibilities(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mu: Tensor, omega: Tensor, alpha: Tensor, v_min: float) -> Tensor:
+        (B, T, H, R), K = x.shape, mu.shape[1]
+        gamma = torch.empty(B, T, H, K, dtype=x.dtype, device=x.device)
+        shape = tiles(K, 1)
+        with launching(x):
+            table = tables(mu, omega, alpha, v_min, shape)
+            tokens = routed(x, table, shape)
+            counts = triton.cdiv(T, ROWS), triton.cdiv(K, shape.BK)
+            sizes = (H, T, K, table.bias.shape[1], R, *counts, ROWS, shape.BK)
+            arguments = (*tokens, *table, gamma, *x.stride(), *gamma.stride(), *sizes)
+            start(kernels.gamma_kernel, B * H * counts[0] * counts[1], *arguments)
+        ctx.save_for_backward(*tokens, mu, omega, alpha)
+        ctx.v_min = v_min
+        return gamma
 
-    BT: int
-    BK: int
-    BV: int
-
-
-class _Table(NamedTuple):
-    """What the kernels need of the mixtures, float32, the component axis last: loads of a tile are contiguous."""
-
-    mean: Tensor  # (H, R, K)
-    precision: Tensor  # (H, R, K) 1 / var
-    bias: Tensor  # (H, K) alpha - 1/2 sum_r log var
-
-
-def _tiles(K: int, V: int, chunk: int = 64) -> _Tiles:
-    # Chosen so that no kernel spills registers on sm_90, whatever divides the sizes: tests/test_triton_compiled.py.
-    sizes = zip((32, 32, 64), (chunk, K, V), strict=True)
-    return _Tiles(*(min(most, max(16, triton.next_power_of_2(n))) for most, n in sizes))
-
-
-@torch.no_grad()
-def _tables(mu: Tensor, omega: Tensor, alpha: Tensor, v_min: float) -> _Table:
-    # In float64, rounded once: torch's float32 bits depend on strides and on where in the tensor an element stands.
-    var = torch.nn.functional.softplus(omega.double(), threshold=40) + v_min  #                               (14)
-    bias = alpha.double() - 0.5 * var.log().sum(-1)
-    mean, precision = (x.float().mT.contiguous() for x in (mu, var.reciprocal()))
-    return _Table(mean, precision, bias.float().contiguous())
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dgamma: Tensor) -> tuple[Tensor | None, ...]:
+        x, top, total, *mixture = ctx.saved_tensors
+        return *backward.responsibilities(dgamma, Routed(x, top, total), tuple(mixture), ctx.v_min), None
 
 
-def _normalisers(x: Tensor, table: _Table, shape: _Tiles) -> tuple[Tensor, Tensor]:
-    B, T, H, R = x.shape
-    top, total = (torch.empty(B, H, T, dtype=torch.float32, device=x.device) for _ in range(2))
-    grid = (B * H * triton.cdiv(T, shape.BT),)
-    _start(
-        kernels.normaliser_kernel, grid, x, top, total, *table, *x.stride(), H, T, table.bias.shape[1], R, *shape[:2]
-    )
-    return top, total
+class _Cross(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mu: Tensor, omega: Tensor, alpha: Tensor, eps: float, v_min: float
+    ) -> Tensor:
+        K, shape = mu.shape[1], tiles(mu.shape[1], v.shape[-1])
+        with launching(q):
+            table = tables(mu, omega, alpha, v_min, shape)
+            queries, keys = routed(q, table, shape), routed(k, table, shape)
+            found = states(keys, v, K, table, shape, stretch(k.shape[1], shape))
+            S, Z = found.last_S[:, :, None], found.last_Z[:, :, None]
+            O, D = read(queries, keys, v, (S, Z), table, eps, shape, None, q.dtype)
+        ctx.save_for_backward(*queries, *keys, v, mu, omega, alpha, S, Z, D, O if O.dtype == torch.float32 else None)
+        ctx.scalars = eps, v_min, None
+        return O
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        q, k, v, mixture, (S, Z, D, O) = Routed(*saved[:3]), Routed(*saved[3:6]), saved[6], saved[7:10], saved[10:]
+        found = backward.attention((G, None, None), q, k, v, mixture, (S, Z), O, D, *ctx.scalars)
+        return *found[:6], None, None
 
 
-def _states(
-    k: Tensor,
-    v: Tensor,
-    table: _Table,
-    norms: tuple[Tensor, Tensor],
-    shape: _Tiles,
-    stretch: int,
-    S0: Tensor | None,
-    Z0: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The states before every stretch of tokens, (B, H, parts, K, V) and (B, H, parts, K), and those after the last."""
-    (B, T, H, R), V, K = k.shape, v.shape[-1], table.bias.shape[1]
-    parts = triton.cdiv(T, stretch)
-    part_S, part_Z, S, Z = (
-        torch.empty(B, H, *size, dtype=torch.float32, device=k.device)
-        for size in ((parts, K, V), (parts, K), (K, V), (K,))
-    )
-    grid = (B * H * parts * triton.cdiv(K, shape.BK) * max(triton.cdiv(V, shape.BV), 1),)
-    arguments = (k, v, *norms, *table, part_S, part_Z, *k.stride(), *v.stride(), H, T, K, R, V, parts, stretch)
-    _start(kernels.aggregate_kernel, grid, *arguments, *shape)
-    for part, initial, final, n in ((part_S, S0, S, V), (part_Z, Z0, Z, 1)):
-        strides = (0, 0, 0, 0) if initial is None else (*initial.stride(), 0)[:4]
-        grid = (B * H * triton.cdiv(K * n, 256),)
-        _start(kernels.prefix_kernel, grid, part, initial, final, *strides, H, parts, K * n, n, 256)
-    return part_S, part_Z, S, Z
+class _Causal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mu: Tensor, omega: Tensor, alpha: Tensor,
+        S0: Tensor | None, Z0: Tensor | None, eps: float, v_min: float, chunk: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        K, shape = mu.shape[1], tiles(mu.shape[1], v.shape[-1], chunk)
+        with launching(q):
+            table = tables(mu, omega, alpha, v_min, shape)
+            queries, keys = routed(q, table, shape), routed(k, table, shape)
+            found = states(keys, v, K, table, shape, chunk, (S0, Z0))
+            O, D = read(queries, keys, v, (found.S, found.Z), table, eps, shape, chunk, q.dtype)
+        ctx.save_for_backward(*queries, *keys, v, mu, omega, alpha, S0, Z0, D, O if O.dtype == torch.float32 else None)
+        ctx.scalars = eps, v_min, chunk
+        return O, found.last_S, found.last_Z
 
-
-def _read(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    norms_q: tuple[Tensor, Tensor],
-    norms_k: tuple[Tensor, Tensor],
-    table: _Table,
-    S: Tensor,
-    Z: Tensor,
-    O: Tensor,
-    eps: float,
-    shape: _Tiles,
-    chunk: int | None,
-) -> None:
-    """Fills O from the states S (B, H, parts, K, V), Z (B, H, parts, K), and inside chunks if there are chunks."""
-    (B, T, H, R), V, (parts, K) = q.shape, v.shape[-1], Z.shape[2:]
-    stretch = chunk or T
-    grid = (B * H * parts * triton.cdiv(stretch, shape.BT) * triton.cdiv(V, shape.BV) if T else 0,)
-    arguments = (q, k, v, *norms_q, *norms_k, *table, S, Z, O)
-    strides = (*q.stride(), *k.stride(), *v.stride(), *O.stride())
-    sizes = (H, T, K, R, V, parts, stretch, float(eps))
-    _start(kernels.read_kernel, grid, *arguments, *strides, *sizes, chunk is not None, *shape)
-
-
-def _start(kernel: Any, grid: tuple[int], *arguments: Any) -> None:
-    if grid[0]:
-        kernel[grid](*arguments, num_warps=8)
-
-
-@contextmanager
-def _launching(x: Tensor) -> Iterator[None]:
-    """On x's device. Interpreted kernels overflow as silently as compiled ones."""
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext(), np.errstate(all="ignore"):
-        yield
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, G: Tensor, dS: Tensor, dZ: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        q, k, v, mixture, (S0, Z0, D, O) = Routed(*saved[:3]), Routed(*saved[3:6]), saved[6], saved[7:10], saved[10:]
+        *found, dS0, dZ0 = backward.attention((G, dS, dZ), q, k, v, mixture, None, O, D, *ctx.scalars, initial=(S0, Z0))
+        dS0, dZ0 = (None if x is None else d.to(x.dtype) for x, d in ((S0, dS0), (Z0, dZ0)))
+        return *found, dS0, dZ0, None, None, None
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------
@@ -255,9 +199,9 @@ def _mixture(mu: Tensor, omega: Tensor, alpha: Tensor) -> dict[str, tuple[Tensor
     return {"mu": (mu, "HKR"), "omega": (omega, "HKR"), "alpha": (alpha, "HK")}
 
 
-def _sizes(wanted: str, arguments: Mapping[str, tuple[Tensor | None, str]], **scalars: float) -> list[int]:
-    """The sizes of the axes `wanted`, of tensors named with their axes; the first sets the device and, for those with
-    tokens, the dtype. Raises TypeError or ValueError naming the argument that does not fit."""
+def _check(arguments: Mapping[str, tuple[Tensor | None, str]], **scalars: float) -> None:
+    """Tensors come named, with their axes; the first sets the device and, for those with tokens, the dtype. Raises
+    TypeError or ValueError naming the argument that does not fit."""
     sizes: dict[str, int] = {}
     first = next(iter(arguments))
     for name, (x, axes) in arguments.items():
@@ -286,4 +230,3 @@ def _sizes(wanted: str, arguments: Mapping[str, tuple[Tensor | None, str]], **sc
     for name, value in scalars.items():
         if not 0 <= value < float("inf"):
             raise ValueError(f"{name} is {value}; it must be finite and not negative")
-    return [sizes[axis] for axis in wanted]

@@ -1,4 +1,5 @@
-"""The Triton kernels of Gaussian mixture attention; the functions that launch them, and the letters, are in gma.py.
+"""The Triton kernels of Gaussian mixture attention that forward and backward share; the functions that launch them are
+in gma_launches.py, and the letters in gma.py.
 
 All compute in float32: inputs are converted on load, results on store; offsets are 64-bit."""
 
@@ -9,7 +10,8 @@ interpreter.start()  # before the first import of triton
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-# Programs are numbered along one axis (the others end at 65,535). A token's offset is computed in 64 bits.
+# Programs are numbered along one axis (the others end at 65,535). Numbers of programs, tokens and components are 64-bit
+# from the start, and counts of tiles are arguments: that is fewer operations, which the interpreter counts.
 
 
 @triton.jit
@@ -24,178 +26,213 @@ def _exp(t):
 
 
 @triton.jit
-def _logits(x, stride, mean, precision, bias, keep_t, kk, K, R, BT: tl.constexpr, BK: tl.constexpr):
-    """s (BT, BK) of the tokens at x (pointers) for the components kk; -inf for kk >= K.                        (16)"""
-    keep_t, keep_k = keep_t[:, None], (kk < K)[None, :]
-    x, mean, precision = x[:, None], mean + kk[None, :], precision + kk[None, :]
+def _logits(x, stride, mean, precision, bias, keep_t, kk, W, R, BT: tl.constexpr, BK: tl.constexpr):
+    """s (BT, BK) of the tokens at x (pointers) for the components kk; -inf where the table is padded.          (16)"""
+    x, keep_t, kk = x[:, None], keep_t[:, None], kk[None, :]
+    mean += kk
+    precision += kk
     square = tl.zeros([BT, BK], tl.float32)
     for _ in range(R):
-        x_r = tl.load(x, mask=keep_t, other=0.0).to(tl.float32)
-        e = x_r - tl.load(mean, mask=keep_k, other=0.0)  # the difference first: x^2 - 2 x mu + mu^2 cancels
-        square += e * e * tl.load(precision, mask=keep_k, other=0.0)
+        # the difference first: x^2 - 2 x mu + mu^2 cancels
+        e = tl.load(x, mask=keep_t, other=0.0).to(tl.float32) - tl.load(mean)
+        square += e * e * tl.load(precision)
         x += stride
-        mean += K
-        precision += K
-    s = tl.load(bias + kk[None, :], mask=keep_k, other=0.0) - 0.5 * square
-    return tl.where(keep_k, s, float("-inf"))
+        mean += W
+        precision += W
+    return tl.load(bias + kk) - 0.5 * square
 
 
 @triton.jit
-def _gamma(x, stride, top, total, mean, precision, bias, t, end, kk, K, R, BT: tl.constexpr, BK: tl.constexpr):
+def _gamma(x, stride, top, total, mean, precision, bias, t, end, kk, W, R, BT: tl.constexpr, BK: tl.constexpr):
     """gamma (BT, BK) of tokens t for components kk; zero for t >= end, whose maximum is taken as inf.           (3)"""
     keep_t = t < end
-    s = _logits(x, stride, mean, precision, bias, keep_t, kk, K, R, BT, BK)
+    s = _logits(x, stride, mean, precision, bias, keep_t, kk, W, R, BT, BK)
     top_t = tl.load(top + t, mask=keep_t, other=float("inf"))
     total_t = tl.load(total + t, mask=keep_t, other=1.0)
     return tl.div_rn(_exp(s - top_t[:, None]), total_t[:, None])
 
 
 @triton.jit
+def _rows(x, xt, xd, t, end, dd, D):
+    """Rows t and columns dd of x (pointer) as float32; zero for t >= end and dd >= D."""
+    t, dd = t[:, None], dd[None, :]
+    return tl.load(x + t * xt + dd * xd, mask=(t < end) & (dd < D), other=0.0).to(tl.float32)
+
+
+@triton.jit
 def normaliser_kernel(
-    x, top, total, mean, precision, bias, xb, xt, xh, xd, H, T, K, R, BT: tl.constexpr, BK: tl.constexpr
+    x, top, total, mean, precision, bias, xb, xt, xh, xd, H, T, W, R, tiles, BT: tl.constexpr, BK: tl.constexpr
 ):
     """top and total of BT tokens: the maximum moves while components pass by, the sum moves with it."""
-    tiles = tl.cdiv(T, BT)
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
-    t = ((tl.program_id(0) % tiles) * BT + tl.arange(0, BT)).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    t = program % tiles * BT + tl.arange(0, BT)
+    bh = program // tiles
     b, h = bh // H, bh % H
     x += b * xb + h * xh + t * xt
+    table = h * R * W
+    mean += table
+    precision += table
+    bias += h * W
+    keep = t < T
     highest = tl.full([BT], float("-inf"), tl.float32)
     sum_ = tl.zeros([BT], tl.float32)
-    for k0 in range(0, K, BK):
-        kk = k0 + tl.arange(0, BK)
-        s = _logits(x, xd, mean + h * R * K, precision + h * R * K, bias + h * K, t < T, kk, K, R, BT, BK)
+    for k0 in range(0, W, BK):
+        kk = k0 + tl.arange(0, BK).to(tl.int64)
+        s = _logits(x, xd, mean, precision, bias, keep, kk, W, R, BT, BK)
         higher = tl.maximum(highest, tl.max(s, 1))
         sum_ = sum_ * _exp(highest - higher) + tl.sum(_exp(s - higher[:, None]), 1)
         highest = higher
-    tl.store(top + bh * T + t, highest, mask=t < T)
-    tl.store(total + bh * T + t, sum_, mask=t < T)
+    at = bh * T + t
+    tl.store(top + at, highest, mask=keep)
+    tl.store(total + at, sum_, mask=keep)
 
 
 @triton.jit
 def gamma_kernel(
-    x, top, total, mean, precision, bias, gamma, xb, xt, xh, xd, gb, gt, gh, gd, H, T, K, R,
+    x, top, total, mean, precision, bias, gamma, xb, xt, xh, xd, gb, gt, gh, gd, H, T, K, W, R, tiles_t, tiles_k,
     BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile (BT, BK) of responsibilities."""
-    tiles_k, tiles_t = tl.cdiv(K, BK), tl.cdiv(T, BT)
-    kk = (tl.program_id(0) % tiles_k) * BK + tl.arange(0, BK)
-    t = ((tl.program_id(0) // tiles_k % tiles_t) * BT + tl.arange(0, BT)).to(tl.int64)
-    bh = (tl.program_id(0) // tiles_k // tiles_t).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    kk = program % tiles_k * BK + tl.arange(0, BK)
+    t = program // tiles_k % tiles_t * BT + tl.arange(0, BT)
+    bh = program // tiles_k // tiles_t
     b, h = bh // H, bh % H
     x += b * xb + h * xh + t * xt
-    mean += h * R * K
-    precision += h * R * K
-    g = _gamma(x, xd, top + bh * T, total + bh * T, mean, precision, bias + h * K, t, T, kk, K, R, BT, BK)
-    gamma += b * gb + h * gh + t[:, None] * gt + kk[None, :].to(tl.int64) * gd
-    tl.store(gamma, g.to(gamma.dtype.element_ty), mask=(t < T)[:, None] & (kk < K)[None, :])
+    table = h * R * W
+    g = _gamma(
+        x, xd, top + bh * T, total + bh * T, mean + table, precision + table, bias + h * W, t, T, kk, W, R, BT, BK
+    )
+    t, kk = t[:, None], kk[None, :]
+    gamma += b * gb + h * gh + t * gt + kk * gd
+    tl.store(gamma, g.to(gamma.dtype.element_ty), mask=(t < T) & (kk < K))
 
 
 @triton.jit
 def aggregate_kernel(
-    k, v, top, total, mean, precision, bias, part_S, part_Z,
-    kb, kt, kh, kd, vb, vt, vh, vd, H, T, K, R, V, parts, stretch,
+    k, top, total, v, share, weight, mean, precision, bias, part_S, part_Z,
+    kb, kt, kh, kd, vb, vt, vh, vd, H, T, K, W, R, V, parts, stretch, tiles_k, tiles_v,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """S_k and Z_k over one stretch of tokens, for a tile (BK, BV).                                              (5)"""
-    tiles_v, tiles_k = tl.maximum(tl.cdiv(V, BV), 1), tl.cdiv(K, BK)
-    tile_v = tl.program_id(0) % tiles_v
-    vv = (tile_v * BV + tl.arange(0, BV)).to(tl.int64)
-    kk = (tl.program_id(0) // tiles_v % tiles_k) * BK + tl.arange(0, BK)
-    part = tl.program_id(0) // tiles_v // tiles_k
-    bh, c = (part // parts).to(tl.int64), part % parts
+    """S_k and Z_k over one stretch of tokens, for a tile (BK, BV).                                              (5)
+
+    In the backward, their cotangents: tokens are queries, v is dO, and token t counts share_t times in S, share_t
+    weight_t times in Z."""
+    program = tl.program_id(0).to(tl.int64)
+    tile_v = program % tiles_v
+    vv = tile_v * BV + tl.arange(0, BV)
+    kk = program // tiles_v % tiles_k * BK + tl.arange(0, BK)
+    part = program // tiles_v // tiles_k
+    bh, c = part // parts, part % parts
     b, h = bh // H, bh % H
     k += b * kb + h * kh
     v += b * vb + h * vh
-    start = c.to(tl.int64) * stretch
+    table = h * R * W
+    mean += table
+    precision += table
+    bias += h * W
+    top += bh * T
+    total += bh * T
+    if share is not None:
+        share += bh * T
+        weight += bh * T
+    start = c * stretch
     end = tl.minimum(start + stretch, T)
     S = tl.zeros([BK, BV], tl.float32)
     Z = tl.zeros([BK], tl.float32)
     for t0 in range(start, end, BT):
-        t = t0 + tl.arange(0, BT).to(tl.int64)
-        g = _gamma(
-            k + t * kt, kd, top + bh * T, total + bh * T, mean + h * R * K, precision + h * R * K, bias + h * K,
-            t, end, kk, K, R, BT, BK,
-        )  # fmt: skip
-        keep = (t < end)[:, None] & (vv < V)[None, :]
-        values = tl.load(v + t[:, None] * vt + vv[None, :] * vd, mask=keep, other=0.0).to(tl.float32)
-        S = tl.dot(tl.trans(g), values, acc=S, input_precision="ieee")
-        Z += tl.sum(g, 0)
-    row = part.to(tl.int64) * K + kk
+        t = t0 + tl.arange(0, BT)
+        g = _gamma(k + t * kt, kd, top, total, mean, precision, bias, t, end, kk, W, R, BT, BK)
+        gS, gZ = g, g
+        if share is not None:
+            gS = g * tl.load(share + t, mask=t < end, other=0.0)[:, None]
+            gZ = gS * tl.load(weight + t, mask=t < end, other=0.0)[:, None]
+        S = tl.dot(tl.trans(gS), _rows(v, vt, vd, t, end, vv, V), acc=S, input_precision="ieee")
+        Z += tl.sum(gZ, 0)
+    row = part * K + kk
     tl.store(part_S + row[:, None] * V + vv[None, :], S, mask=(kk < K)[:, None] & (vv < V)[None, :])
     if tile_v == 0:
         tl.store(part_Z + row, Z, mask=kk < K)
 
 
 @triton.jit
-def prefix_kernel(part, initial, final, ib, ih, ik, iv, H, parts, n, V, BN: tl.constexpr):
+def prefix_kernel(part, initial, final, ib, ih, ik, iv, H, parts, n, V, tiles, REVERSE: tl.constexpr, BN: tl.constexpr):
     """Replaces the sums (parts, n) by the state before each part, initial + part_0 + ... + part_{c-1}; writes the state
-    after the last. n counts (K, V)."""
-    tiles = tl.cdiv(n, BN)
-    i = ((tl.program_id(0) % tiles) * BN + tl.arange(0, BN)).to(tl.int64)
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    after the last. REVERSE: from the last part to the first. n counts (K, V)."""
+    program = tl.program_id(0).to(tl.int64)
+    i = program % tiles * BN + tl.arange(0, BN)
+    bh = program // tiles
     keep = i < n
     state = tl.zeros([BN], tl.float32)
     if initial is not None:
         initial += bh // H * ib + bh % H * ih + i // V * ik + i % V * iv
         state += tl.load(initial, mask=keep, other=0.0).to(tl.float32)
-    part += bh * parts * n + i
+    first = bh * parts + parts - 1 if REVERSE else bh * parts
+    part += first * n + i
     for _ in range(parts):
         sum_ = tl.load(part, mask=keep, other=0.0)
         tl.store(part, state, mask=keep)
         state += sum_
-        part += n
+        part += -n if REVERSE else n
     tl.store(final + bh * n + i, state, mask=keep)
 
 
 @triton.jit
 def read_kernel(
-    q, k, v, top_q, total_q, top_k, total_k, mean, precision, bias, S, Z, O,
-    qb, qt, qh, qd, kb, kt, kh, kd, vb, vt, vh, vd, ob, ot, oh, od, H, T, K, R, V, parts, stretch, eps,
+    q, top_q, total_q, k, top_k, total_k, v, mean, precision, bias, S, Z, O, mass,
+    qb, qt, qh, qd, kb, kt, kh, kd, vb, vt, vh, vd, ob, ot, oh, od,
+    H, T, K, W, R, V, parts, stretch, eps, tiles_t, tiles_v,
     CAUSAL: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """O_i for a tile (BT, BV): from the state before its chunk and, if causal, from tokens j <= i of its chunk.   (7)
+    """O_i for a tile (BT, BV): from the state before its chunk and, if causal, from tokens j <= i of its chunk; and
+    the mass D_i.                                                                                                (7)
 
     A chunk may have several tiles; a tile lies in one chunk. Not causal: one state, and all tokens are one chunk."""
-    tiles_v, tiles_t = tl.cdiv(V, BV), tl.cdiv(stretch, BT)
-    vv = ((tl.program_id(0) % tiles_v) * BV + tl.arange(0, BV)).to(tl.int64)
-    tile = tl.program_id(0) // tiles_v % tiles_t
-    part = tl.program_id(0) // tiles_v // tiles_t
-    bh, c = (part // parts).to(tl.int64), part % parts
+    program = tl.program_id(0).to(tl.int64)
+    tile_v = program % tiles_v
+    vv = tile_v * BV + tl.arange(0, BV)
+    tile = program // tiles_v % tiles_t
+    part = program // tiles_v // tiles_t
+    bh, c = part // parts, part % parts
     b, h = bh // H, bh % H
-    start = c.to(tl.int64) * stretch
+    start = c * stretch
     end = tl.minimum(start + stretch, T)
     first = start + tile * BT
-    i = first + tl.arange(0, BT).to(tl.int64)
+    i = first + tl.arange(0, BT)
     q += b * qb + h * qh + i * qt
-    k += b * kb + h * kh
-    v += b * vb + h * vh
-    mean += h * R * K
-    precision += h * R * K
-    bias += h * K
+    table = h * R * W
+    mean += table
+    precision += table
+    bias += h * W
+    top_q += bh * T
+    total_q += bh * T
+    if CAUSAL:
+        k += b * kb + h * kh
+        v += b * vb + h * vh
+        top_k += bh * T
+        total_k += bh * T
     numerator = tl.zeros([BT, BV], tl.float32)
     D = tl.zeros([BT], tl.float32)
     for k0 in range(0, K, BK):
-        kk = k0 + tl.arange(0, BK)
-        row = part.to(tl.int64) * K + kk
+        kk = k0 + tl.arange(0, BK).to(tl.int64)
+        row = part * K + kk
         keep = (kk < K)[:, None] & (vv < V)[None, :]
         state = tl.load(S + row[:, None] * V + vv[None, :], mask=keep, other=0.0)
         count = tl.load(Z + row, mask=kk < K, other=0.0)
-        gq = _gamma(q, qd, top_q + bh * T, total_q + bh * T, mean, precision, bias, i, end, kk, K, R, BT, BK)
+        gq = _gamma(q, qd, top_q, total_q, mean, precision, bias, i, end, kk, W, R, BT, BK)
         numerator = tl.dot(gq, state, acc=numerator, input_precision="ieee")
         D += tl.sum(gq * count[None, :], 1)
         if CAUSAL:
             for j0 in range(start, tl.minimum(first + BT, end), BT):
-                j = j0 + tl.arange(0, BT).to(tl.int64)
-                gk = _gamma(
-                    k + j * kt, kd, top_k + bh * T, total_k + bh * T, mean, precision, bias, j, end, kk, K, R, BT, BK
-                )  # fmt: skip
+                j = j0 + tl.arange(0, BT)
+                gk = _gamma(k + j * kt, kd, top_k, total_k, mean, precision, bias, j, end, kk, W, R, BT, BK)
                 affinity = tl.dot(gq, tl.trans(gk), input_precision="ieee")
                 affinity = tl.where(i[:, None] >= j[None, :], affinity, 0.0)  # select: 0 * NaN is NaN
-                keep_v = (j < end)[:, None] & (vv < V)[None, :]
-                values = tl.load(v + j[:, None] * vt + vv[None, :] * vd, mask=keep_v, other=0.0).to(tl.float32)
-                numerator = tl.dot(affinity, values, acc=numerator, input_precision="ieee")
+                numerator = tl.dot(affinity, _rows(v, vt, vd, j, end, vv, V), acc=numerator, input_precision="ieee")
                 D += tl.sum(affinity, 1)
     out = tl.div_rn(numerator, (D + eps)[:, None])
-    O += b * ob + h * oh + i[:, None] * ot + vv[None, :] * od
-    tl.store(O, out.to(O.dtype.element_ty), mask=(i < end)[:, None] & (vv < V)[None, :])
+    if tile_v == 0:
+        tl.store(mass + bh * T + i, D, mask=i < end)
+    i, vv = i[:, None], vv[None, :]
+    O += b * ob + h * oh + i * ot + vv * od
+    tl.store(O, out.to(O.dtype.element_ty), mask=(i < end) & (vv < V))
