@@ -21,6 +21,7 @@ Decays may be zero or negative, so nothing here is divided by one, and no logari
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -147,7 +148,7 @@ def _operator(
         q: Array, k: Array, v: Array, a: Array, scale: float = 1.0, S0: Array = None, chunk: int = block
     ) -> tuple[Array, Array]:
         check(q, k, v, a, S0)
-        return in_chunks(q, k, v, lambda *tokens: products(a, *tokens), mix, scale, S0, chunk)
+        return in_chunks(q, k, v, partial(products, a), mix, scale, S0, chunk)
 
     def parallel(q: Array, k: Array, v: Array, a: Array, scale: float = 1.0, S0: Array = None) -> tuple[Array, Array]:
         check(q, k, v, a, S0)
@@ -169,7 +170,7 @@ def _operator(
     ) -> dict[str, Array]:
         check(q, k, v, a, S0)
         check_cotangents(operator, cotangents, {"q": q, "v": v})
-        grads, _ = state_gradients(cotangents, q, k, v, lambda *tokens: products(a, *tokens), scale, S0, chunk)
+        grads, _ = state_gradients(cotangents, q, k, v, partial(products, a), scale, S0, chunk)
         return grads | {"a": np.sum(grads.pop("A"), axis=spread)}
 
     forms = (Form("chunkwise", chunkwise, chunked=True), Form("parallel", parallel), Form("recurrent", recurrent))

@@ -71,7 +71,6 @@ def stretch(T: int, shape: Tiles) -> int:
     return shape.BT * max(1, triton.cdiv(T, 64 * shape.BT))
 
 
-@torch.no_grad()
 def tables(mu: Tensor, omega: Tensor, alpha: Tensor, v_min: float, shape: Tiles) -> Table:
     # In float64, rounded once: torch's float32 bits depend on strides and on where in the tensor an element stands.
     var = variances(omega, v_min)

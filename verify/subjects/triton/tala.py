@@ -20,7 +20,7 @@ What a token reads does not depend on T, B or H. Autograd keeps the inputs and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -240,7 +240,7 @@ def _tokens(q: Tensor, k: Tensor, v: Tensor) -> dict[str, tuple[Tensor | None, s
     return {"q": (q, "BTHK"), "k": (k, "BTHK"), "v": (v, "BTHV")}
 
 
-def _check(chunk: int, arguments: dict[str, tuple[Tensor | None, str]]) -> None:
+def _check(chunk: int, arguments: Mapping[str, tuple[Tensor | None, str]]) -> None:
     """Raises TypeError or ValueError naming the argument that does not fit: tensors come with their axes."""
     if chunk not in CHUNKS:
         raise ValueError(f"chunk is {chunk!r}; expected one of {', '.join(str(n) for n in CHUNKS)}")

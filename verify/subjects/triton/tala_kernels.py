@@ -8,6 +8,9 @@ A chunk is one tile of tokens first .. first + b - 1. Within it, with a_t the de
 All compute in float32: inputs are converted on load, results on store; offsets are 64-bit. Programs are numbered along
 one axis (the others end at 65,535)."""
 
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# (device functions take constants for constexpr, and give tuples)
+
 from mixproof.verify.subjects.triton import interpreter
 
 interpreter.start()  # before the first import of triton
