@@ -103,14 +103,14 @@ def _operator(name: str, summary: str, g: Input, mix: Mix, decayed: Operator) ->
 
 SIMPLE = _operator(
     "gated_linear_attention.simple",
-    "linear attention with a log-decay per token: S_n = e^g_n S_{n-1} + k_n^T v_n;  o_n = scale q_n S_n",
+    "a log-decay per token: S_n = e^g_n S_{n-1} + k_n^T v_n;  o_n = scale q_n S_n",
     Input("g", ("T",), "token", "log_decay"),
     mix_scalar,
     TIME_VARYING,
 )
 OPERATOR = _operator(
     "gated_linear_attention",
-    "linear attention with log-decays per key channel: S_n = diag(e^g_n) S_{n-1} + k_n^T v_n;  o_n = scale q_n S_n",
+    "log-decays per key channel: S_n = diag(e^g_n) S_{n-1} + k_n^T v_n;  o_n = scale q_n S_n",
     Input("g", ("T", "K"), "token", "log_decay"),
     mix_key_channels,
     KEY_CHANNEL,

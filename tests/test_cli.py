@@ -466,8 +466,8 @@ SIZES = "B=1 H=1 T=1 K=1 V=1"
             "TOKEN: no implementation retention/mien in gate.py; there is retention/mine",
         ),
         (
-            f"replay 'retention/mine/forward {SIZES}'",
-            "TOKEN: no implementation retention/mine; of a file of yours: mixproof replay FILE TOKEN",
+            f"replay 'tala/xyz/forward {SIZES}'",
+            "TOKEN: no implementation tala/xyz; of a file of yours: mixproof replay FILE TOKEN",
         ),
         ("replay gate.py 'retention/mine/forward T=1'", "case: no size for B, H, K, V"),
         ("replay gate.py 'retention/mine/forward T=x'", "case: cannot read 'T=x'; expected NAME=VALUE"),

@@ -381,6 +381,7 @@ WAYS = (
 )
 
 
+@pytest.mark.parametrize(("operator", "name", "way"), WAYS, ids=[f"{o}-{n}" for o, n, _ in WAYS])
 def test_float32_raises_no_alarm(operator, name, way):
     assert_silent(subject(operator, way))
 

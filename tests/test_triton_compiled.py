@@ -18,7 +18,10 @@ GMA = FORWARD | {"quotient_kernel", "centre_kernel", "value_kernel", "mixture_ke
 TALA = {"states_kernel", "read_kernel", "gradient_kernel"}
 
 
-@pytest.fixture(scope="module", params=compiled.TARGETS)
+# one process for each target: it compiles for a minute
+@pytest.fixture(
+    scope="module", params=[pytest.param(target, marks=pytest.mark.xdist_group(target)) for target in compiled.TARGETS]
+)
 def rows(request) -> list[compiled.Resources]:
     return compiled.resources(request.param)
 
