@@ -13,15 +13,14 @@ from mixproof.verify.subjects.triton import compiled
 if find_spec("torch") is None or find_spec("triton") is None:
     pytest.skip("torch and triton are needed", allow_module_level=True)
 
+pytestmark = pytest.mark.xdist_group("compiled")  # one process: each target takes a minute
+
 FORWARD = {"normaliser_kernel", "gamma_kernel", "aggregate_kernel", "prefix_kernel", "read_kernel"}
 GMA = FORWARD | {"quotient_kernel", "centre_kernel", "value_kernel", "mixture_kernel"}
 TALA = {"states_kernel", "read_kernel", "gradient_kernel"}
 
 
-# one process for each target: it compiles for a minute
-@pytest.fixture(
-    scope="module", params=[pytest.param(target, marks=pytest.mark.xdist_group(target)) for target in compiled.TARGETS]
-)
+@pytest.fixture(scope="module", params=compiled.TARGETS)
 def rows(request) -> list[compiled.Resources]:
     return compiled.resources(request.param)
 
