@@ -18,6 +18,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from . import retention
 from .primitives import Array, causal_mask, decay, either, masked, starts
 
 
@@ -54,6 +55,32 @@ def chunkwise(
         Y, S = parallel(*(x[b : b + chunk] for x in (q, k, v, r, w, m)), a=a, S0=S)
         rows.append(Y)
     return np.concatenate(rows), S
+
+
+def by_channel(
+    q: Array, k: Array, v: Array, E: Array, a: Array, S0: Array = None, chunk: int = 64
+) -> tuple[Array, Array]:
+    """Read-mix with weights of their own for each key channel, E (T, K, X), as the router readings R4 and R6 give them:
+    y_n = q_n sum_j diag(E_n^j) S^j_n, so that expert j is a retention read with the queries q * E^j.  -> Y, S."""
+    experts = [
+        retention.chunkwise(q * E[:, :, j], k, v, a[j], S0=None if S0 is None else S0[j], chunk=chunk)
+        for j in range(E.shape[2])
+    ]
+    return np.sum(np.stack([Y for Y, _ in experts]), axis=0), np.stack([S for _, S in experts])
+
+
+def by_channel_vjp(
+    cotangents: Mapping[str, Array], q: Array, k: Array, v: Array, E: Array, a: Array, S0: Array = None, chunk: int = 64
+) -> dict[str, Array]:
+    """Gradients of <Y, dY> + <S, dS>: with dq^j that of the queries of expert j, dE^j = q * dq^j."""
+    parts = []
+    for j in range(E.shape[2]):
+        G, state = {"O": cotangents["Y"], "S": cotangents["S"][j]}, None if S0 is None else S0[j]
+        parts.append(retention.vjp(G, q * E[:, :, j], k, v, a[j], S0=state, chunk=chunk))
+    d = {name: np.stack([part[name] for part in parts]) for name in ("q", "k", "v", "gamma", "S0")}
+    dE = np.transpose(q * d["q"], (1, 2, 0))
+    dq = np.sum(np.transpose(E, (2, 0, 1)) * d["q"], axis=0)
+    return {"q": dq, "k": np.sum(d["k"], axis=0), "v": np.sum(d["v"], axis=0), "E": dE, "a": d["gamma"], "S0": d["S0"]}
 
 
 def mask(r: Array, w: Array, m: np.ndarray, a: Array) -> Array:
