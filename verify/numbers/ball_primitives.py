@@ -187,7 +187,7 @@ def _summed(r: Reading, size: np.ndarray, start: int, stop: int) -> Any:
     return np.where(steps > 0, r.sum_unit * additions * np.maximum(summed[:, None], summed[None, :]), 0)
 
 
-def _segments(r: Reading, v: np.ndarray, most: np.ndarray, step: np.ndarray, extra: Any = 0) -> Ball:
+def _segments(r: Reading, v: np.ndarray, most: np.ndarray, step: np.ndarray, extra: Any) -> Ball:
     """Products v of steps whose sizes are at most `most`, each off by a factor within exp(step), all by exp(extra)."""
     sums = np.concatenate([np.zeros_like(step[:1]), np.cumsum(step, axis=0)])
     d = np.maximum(sums[:, None] - sums[None, :], 0) + extra
@@ -206,7 +206,7 @@ def _weighted_dot(r: Reading, q: Any, P: Any, k: Any) -> Ball:
     product = q[:, None, :] * P * k[None, :, :]
     if r.arithmetic.casts_operand(False):
         dot, casts = r.arithmetic.dot, r.arithmetic.casts
-        if np.any(np.maximum(q.m.max(initial=0), k.m.max(initial=0)) > LARGEST[dot] / 2):
+        if max(q.m.max(initial=0), k.m.max(initial=0)) > LARGEST[dot] / 2:
             r.leave(f"an operand of a dot product may exceed the largest {dot}")
         factor = (1 + UNIT[dot]) ** (2 * casts)
         lost = casts * UNDERFLOW[dot] * (np.maximum(q.m, 1)[:, None, :] + np.maximum(k.m, 1)[None, :, :])

@@ -1,4 +1,4 @@
-"""What linear attentions in PyTorch share: checks, decays between tokens, the chunkwise form and its backward, a scan.
+"""What linear attentions in PyTorch share: decays between tokens, the chunkwise form and its backward, a scan.
 
 The state follows S_t = A_t * S_{t-1} + k_t^T v_t, and o_t = scale q_t S_t. Heads come before tokens here:
 
@@ -16,7 +16,6 @@ input dtype, arithmetic is float32 or wider: O comes back in the dtype of q, and
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
@@ -25,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from mixproof.verify.subjects.torch._arguments import checked, finite, no_autocast, slices, widest
 
 Segments = Callable[[slice], Tensor]  # the P of a slice of tokens
 
@@ -36,56 +37,9 @@ def arranged(axes: Mapping[str, str], *tensors: Tensor | None) -> list[Any]:
     """Tensors whose axes are named in turn, one letter each, checked, with heads before tokens; a state may be None.
 
     Raises TypeError or ValueError naming the argument that makes no sense."""
-    given = {name: x for name, x in zip(axes, tensors, strict=True) if x is not None or name not in _STATES}
-    first, like = next(iter(given.items()))
-    sizes: dict[str, tuple[int, str]] = {}
-    for name, x in given.items():
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name} is {kind}; expected a floating-point tensor")
-        if x.device != like.device:  # type: ignore[union-attr]
-            raise ValueError(f"{name} is on {x.device}, but {first} is on {like.device}")  # type: ignore[union-attr]
-        if x.ndim != len(axes[name]):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected axes ({', '.join(axes[name])})")
-        for axis, n in zip(axes[name], x.shape, strict=True):
-            size, other = sizes.setdefault(axis, (n, name))
-            if size != n:
-                raise ValueError(
-                    f"{name} has shape {tuple(x.shape)}: axis {axis} is {n}, but {other} has {axis}={size}"
-                )
-        # on a GPU a look at values would hold up the stream
-        parameter = "B" not in axes[name]
-        if parameter and x.is_cpu and not torch.compiler.is_compiling() and x.isnan().any():
-            raise ValueError(f"{name} contains NaN")
-    return [
-        x.transpose(1, 2) if x is not None and axes[name].startswith("BTH") else x
-        for name, x in zip(axes, tensors, strict=True)
-    ]
-
-
-def finite(**scalars: float) -> None:
-    """Raises ValueError naming the scalar that is infinite or not a number."""
-    for name, value in scalars.items():
-        if not math.isfinite(value):
-            raise ValueError(f"{name} is {value}; it must be finite")
-
-
-def not_negative(**scalars: float) -> None:
-    """Raises ValueError naming the scalar that is negative, infinite, or not a number."""
-    for name, value in scalars.items():
-        if not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"{name} is {value}; it must be finite and not negative")
-
-
-def widest(*tensors: Tensor | None) -> torch.dtype:
-    """The dtype to compute in: float32, or wider where an argument is."""
-    kinds = (x.dtype for x in tensors if x is not None)
-    return functools.reduce(torch.promote_types, kinds, torch.float32)
-
-
-def no_autocast(x: Tensor) -> torch.autocast:
-    """Autocast would round decayed operands and states to half precision on their way into the products."""
-    return torch.autocast(x.device.type, enabled=False)
+    given = dict(zip(axes, tensors, strict=True))
+    checked(axes, given, _STATES, parameters=[name for name in axes if "B" not in axes[name]])
+    return [x.transpose(1, 2) if x is not None and axes[name].startswith("BTH") else x for name, x in given.items()]
 
 
 def run(
@@ -124,13 +78,6 @@ def group_norm(x: Tensor, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) over the last axis; the mean comes off first."""
     E = x - x.mean(-1, keepdim=True)
     return E / ((E * E).mean(-1, keepdim=True) + eps).sqrt()
-
-
-def slices(T: int, chunk: int) -> list[slice]:
-    """Chunks of T tokens; no tokens make one empty chunk, so that results keep their place in the graph."""
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it must be at least 1")
-    return [slice(start, min(start + chunk, T)) for start in range(0, max(T, 1), chunk)]
 
 
 # --------------------------------------------------------------------------------------------------------------- decays

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mixproof.verify import implements
-from mixproof.verify.subjects.torch._linear import arranged, no_autocast, not_negative, widest
+from mixproof.verify.subjects.torch._arguments import no_autocast, not_negative, widest
+from mixproof.verify.subjects.torch._linear import arranged
 
 _declared = functools.partial(implements, name="torch.eager", dtypes=("float64", "float32"), devices=("cpu", "cuda"))
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mixproof.verify import implements
+from mixproof.verify.subjects.torch._arguments import checked, no_autocast, not_negative, slices, widest
 
 _declared = functools.partial(
     implements,
@@ -41,8 +42,8 @@ _declared = functools.partial(
 def responsibilities(x: Tensor, mu: Tensor, omega: Tensor, alpha: Tensor, v_min: float = 0.0) -> Tensor:
     """gamma_k(x) = pi_k N(x | mu_k, var_k) / sum_l pi_l N(x | mu_l, var_l).  (B, T, H, R) -> (B, T, H, K).  (3)"""
     _check({"v_min": v_min}, x=x, mu=mu, omega=omega, alpha=alpha)
-    wide = _wide(x, mu, omega, alpha)
-    with _no_autocast(x):
+    wide = widest(x, mu, omega, alpha)
+    with no_autocast(x):
         gamma = _gamma(x.transpose(1, 2).to(wide), _mixture(mu, omega, alpha, v_min, wide))
     return gamma.to(x.dtype).transpose(1, 2)
 
@@ -137,7 +138,7 @@ def _gamma_vjp(x: Tensor, gamma: Tensor, dgamma: Tensor, mixture: _Mixture) -> t
 
 # ------------------------------------------------------------------------------------------------------------- forward
 def _eager(q, k, v, mu, omega, alpha, eps, v_min):
-    wide = _wide(q, k, v, mu, omega, alpha)
+    wide = widest(q, k, v, mu, omega, alpha)
     mixture = _mixture(mu, omega, alpha, v_min, wide)
     GQ, GK = _gamma(q.to(wide), mixture), _gamma(k.to(wide), mixture)
     S, Z = GK.mT @ v.to(wide), GK.sum(2)  # (5), (6)
@@ -145,7 +146,7 @@ def _eager(q, k, v, mu, omega, alpha, eps, v_min):
 
 
 def _eager_causal(q, k, v, mu, omega, alpha, S0, Z0, eps, v_min):
-    wide = _wide(q, k, v, mu, omega, alpha)
+    wide = widest(q, k, v, mu, omega, alpha)
     mixture = _mixture(mu, omega, alpha, v_min, wide)
     GQ, GK = _gamma(q.to(wide), mixture), _gamma(k.to(wide), mixture)
     S, Z = _state(v, alpha, S0, Z0, wide)
@@ -157,11 +158,11 @@ def _eager_causal(q, k, v, mu, omega, alpha, S0, Z0, eps, v_min):
 
 
 def _chunkwise(q, k, v, mu, omega, alpha, eps, v_min, chunk):
-    wide = _wide(q, k, v, mu, omega, alpha)
+    wide = widest(q, k, v, mu, omega, alpha)
     mixture = _mixture(mu, omega, alpha, v_min, wide)
     S, Z = _aggregate(k, v, alpha, mixture, chunk, wide)
     rows = []
-    for c in _slices(q, chunk):
+    for c in slices(q.shape[2], chunk):
         GQ = _gamma(q[:, :, c].to(wide), mixture)
         rows.append((GQ @ S / (_mass(GQ, Z) + eps)).to(q.dtype))
     return torch.cat(rows, dim=2)
@@ -169,18 +170,18 @@ def _chunkwise(q, k, v, mu, omega, alpha, eps, v_min, chunk):
 
 def _aggregate(k, v, alpha, mixture, chunk, wide):
     S, Z = _state(v, alpha, None, None, wide)
-    for c in _slices(k, chunk):
+    for c in slices(k.shape[2], chunk):
         GK = _gamma(k[:, :, c].to(wide), mixture)
         S, Z = S + GK.mT @ v[:, :, c].to(wide), Z + GK.sum(2)
     return S, Z
 
 
 def _chunkwise_causal(q, k, v, mu, omega, alpha, S0, Z0, eps, v_min, chunk):
-    wide = _wide(q, k, v, mu, omega, alpha)
+    wide = widest(q, k, v, mu, omega, alpha)
     mixture = _mixture(mu, omega, alpha, v_min, wide)
     S, Z = _state(v, alpha, S0, Z0, wide)
     rows = []
-    for c in _slices(q, chunk):
+    for c in slices(q.shape[2], chunk):
         GQ, GK, V = _gamma(q[:, :, c].to(wide), mixture), _gamma(k[:, :, c].to(wide), mixture), v[:, :, c].to(wide)
         rows.append(_read(GQ, GK, V, S, Z, eps)[0].to(q.dtype))
         S, Z = S + GK.mT @ V, Z + GK.sum(2)
@@ -212,14 +213,14 @@ class _RecomputeCross(torch.autograd.Function):
         eps, v_min, chunk = ctx.options
         needs = ctx.needs_input_grad
         parameters = any(needs[3:6])
-        wide = _wide(q, k, v, mu, omega, alpha)
+        wide = widest(q, k, v, mu, omega, alpha)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        with _no_autocast(q):
+        with no_autocast(q):
             mixture = _mixture(mu, omega, alpha, v_min, wide)
             S, Z = _aggregate(k, v, alpha, mixture, chunk, wide)
             dS, dZ = torch.zeros_like(S), torch.zeros_like(Z)
             sums = _no_sums(mixture)
-            for c in _slices(q, chunk):
+            for c in slices(q.shape[2], chunk):
                 Q = q[:, :, c].to(wide)
                 GQ = _gamma(Q, mixture)
                 D = _mass(GQ, Z) + eps
@@ -229,7 +230,7 @@ class _RecomputeCross(torch.autograd.Function):
                 if needs[0] or parameters:
                     dq[:, :, c], more = _gamma_vjp(Q, GQ, dU @ S.mT + dD * Z[:, :, None], mixture)
                     sums = _plus(sums, more)
-            for c in _slices(k, chunk) if parameters or needs[1] or needs[2] else ():
+            for c in slices(k.shape[2], chunk) if parameters or needs[1] or needs[2] else ():
                 K = k[:, :, c].to(wide)
                 GK = _gamma(K, mixture)
                 dv[:, :, c] = GK @ dS
@@ -259,15 +260,15 @@ class _RecomputeCausal(torch.autograd.Function):
         eps, v_min, chunk = ctx.options
         needs = ctx.needs_input_grad
         parameters = any(needs[3:6])
-        wide = _wide(q, k, v, mu, omega, alpha)
+        wide = widest(q, k, v, mu, omega, alpha)
         dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
         dU, dD = torch.zeros_like(v, dtype=wide), torch.zeros_like(v[..., :1], dtype=wide)
-        with _no_autocast(q):
+        with no_autocast(q):
             mixture = _mixture(mu, omega, alpha, v_min, wide)
             S, Z = _state(v, alpha, S0, Z0, wide)
             sums = _no_sums(mixture)
             if G is not None:
-                for c in _slices(q, chunk):
+                for c in slices(q.shape[2], chunk):
                     Q, V = q[:, :, c].to(wide), v[:, :, c].to(wide)
                     GQ, GK = _gamma(Q, mixture), _gamma(k[:, :, c].to(wide), mixture)
                     O, D = _read(GQ, GK, V, S, Z, eps)
@@ -279,7 +280,7 @@ class _RecomputeCausal(torch.autograd.Function):
                         sums = _plus(sums, more)
                     S, Z = S + GK.mT @ V, Z + GK.sum(2)
             dS, dZ = _state(v, alpha, dS, dZ, wide)
-            for c in reversed(_slices(k, chunk)) if parameters or any(needs[1:3]) or any(needs[6:8]) else ():
+            for c in reversed(slices(k.shape[2], chunk)) if parameters or any(needs[1:3]) or any(needs[6:8]) else ():
                 K, V, u, d = k[:, :, c].to(wide), v[:, :, c].to(wide), dU[:, :, c], dD[:, :, c]
                 GQ, GK = _gamma(q[:, :, c].to(wide), mixture), _gamma(K, mixture)
                 dv[:, :, c] = GK @ dS + (GQ @ GK.mT).tril().mT @ u
@@ -321,46 +322,17 @@ def _run(form: Callable[..., Any], q, k, v, mu, omega, alpha, *rest, causal: boo
     states = dict(zip(_STATES, rest, strict=False)) if causal else {}
     eps, v_min = rest[len(states) : len(states) + 2]
     _check({"eps": eps, "v_min": v_min}, causal, q=q, k=k, v=v, mu=mu, omega=omega, alpha=alpha, **states)
-    with _no_autocast(q):
+    with no_autocast(q):
         result = form(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mu, omega, alpha, *rest)
     return (result[0].transpose(1, 2), *result[1:]) if causal else result.transpose(1, 2)
 
 
 def _check(scalars: dict[str, float], causal: bool = False, **tensors: Tensor | None) -> None:
-    """Raises TypeError or ValueError naming the argument that makes no sense."""
-    sizes: dict[str, tuple[int, str]] = {}
-    given = {name: x for name, x in tensors.items() if x is not None or name not in _STATES}
-    for name, x in given.items():
-        axes = (_AXES | _STATES)[name].replace("S", "T" if causal else "S")
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name} is {kind}; expected a floating-point tensor")
-        first, like = next(iter(given.items()))
-        if x.device != like.device:  # type: ignore[union-attr]
-            raise ValueError(f"{name} is on {x.device}, but {first} is on {like.device}")  # type: ignore[union-attr]
-        if x.ndim != len(axes):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected axes ({', '.join(axes)})")
-        for axis, n in zip(axes, x.shape, strict=True):
-            size, first = sizes.setdefault(axis, (n, name))
-            if size != n:
-                raise ValueError(
-                    f"{name} has shape {tuple(x.shape)}: axis {axis} is {n}, but {first} has {axis}={size}"
-                )
-        # on a GPU a look at values would hold up the stream
-        if name in ("mu", "omega", "alpha") and x.is_cpu and not torch.compiler.is_compiling() and x.isnan().any():
-            raise ValueError(f"{name} contains NaN")
-    if sizes["K"][0] == 0:
+    axes = {name: letters.replace("S", "T" if causal else "S") for name, letters in (_AXES | _STATES).items()}
+    sizes = checked(axes, tensors, _STATES, parameters=("mu", "omega", "alpha"))
+    if sizes["K"] == 0:
         raise ValueError("mu, omega and alpha describe K = 0 components; at least one is needed")
-    for name, value in scalars.items():
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"{name} is {value}; it must be finite and not negative")
-
-
-def _slices(x: Tensor, chunk: int) -> list[slice]:
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it must be at least 1")
-    # No tokens make one empty chunk, so that results keep their place in the graph.
-    return [slice(a, a + chunk) for a in range(0, max(x.shape[2], 1), chunk)]
+    not_negative(**scalars)
 
 
 def _state(v: Tensor, alpha: Tensor, S0: Tensor | None, Z0: Tensor | None, wide: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -373,12 +345,3 @@ def _state(v: Tensor, alpha: Tensor, S0: Tensor | None, Z0: Tensor | None, wide:
 
 def _mass(GQ: Tensor, Z: Tensor) -> Tensor:
     return GQ @ Z[..., None]
-
-
-def _wide(*tensors: Tensor) -> torch.dtype:
-    return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
-
-
-def _no_autocast(x: Tensor) -> torch.autocast:
-    # Autocast would round responsibilities to half precision on their way into the products.
-    return torch.autocast(x.device.type, enabled=False)

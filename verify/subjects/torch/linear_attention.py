@@ -12,6 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mixproof.verify import implements
+from mixproof.verify.subjects.torch import _arguments as arguments
 from mixproof.verify.subjects.torch import _linear as linear
 
 _AXES = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "S0": "BHKV", "z0": "BHK"}
@@ -32,10 +33,10 @@ def chunkwise(
     """o_i = q_i S_i / (q_i . z_i + eps): matrix products inside chunks, S and z across them.  (7)
 
     (B, T, H, K), (B, T, H, K), (B, T, H, V) -> O (B, T, H, V), S (B, H, K, V), z (B, H, K)"""
-    linear.not_negative(eps=eps)
+    arguments.not_negative(eps=eps)
     q, k, v, S0, z0 = linear.arranged(_AXES, q, k, v, S0, z0)
-    wide = linear.widest(q, k, v, S0, z0)
-    with linear.no_autocast(q):
+    wide = arguments.widest(q, k, v, S0, z0)
+    with arguments.no_autocast(q):
         none = k.new_ones(k.shape[1], dtype=wide)  # a decay of one
         O, S, z = linear.normalised(q, k, v, none, S0, z0, eps, chunk)
     return O.transpose(1, 2), S, z

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mixproof.verify import implements
+from mixproof.verify.subjects.torch import _arguments as arguments
 from mixproof.verify.subjects.torch import _linear as linear
 from mixproof.verify.subjects.torch.feature_maps import unit
 from mixproof.verify.subjects.torch.tala import omega
@@ -56,10 +57,10 @@ def block(
     """Y = TALA(GN(X)) + X, then FFN(GN(Y)) + Y with FFN = max(0, . W_1) W_2.  (B, T, D) -> (B, T, D).  (19) (20)"""
     tensors = (X, gain1, bias1, W_Q, W_K, W_V, W_O, gain2, bias2, W_1, W_2)
     linear.arranged(_AXES, *tensors)
-    linear.not_negative(eps=eps, norm_eps=norm_eps)
+    arguments.not_negative(eps=eps, norm_eps=norm_eps)
     _divides(heads, X.shape[2])
-    wide = linear.widest(*tensors)
-    with linear.no_autocast(X):
+    wide = arguments.widest(*tensors)
+    with arguments.no_autocast(X):
         x, gain1, bias1, W_Q, W_K, W_V, W_O, gain2, bias2, W_1, W_2 = (t.to(wide) for t in tensors)
         U = linear.group_norm(x, eps) * gain1 + bias1
         q, k, v = ((U @ W).unflatten(2, (heads, -1)).transpose(1, 2) for W in (W_Q, W_K, W_V))  # (10)
@@ -97,7 +98,7 @@ class MixFormerBlock(nn.Module):
         for name, value in {"d_model": d_model, "heads": heads, "hidden": hidden, "chunk": chunk}.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        linear.not_negative(eps=eps, norm_eps=norm_eps)
+        arguments.not_negative(eps=eps, norm_eps=norm_eps)
         _divides(heads, d_model)
         self.heads, self.eps, self.norm_eps, self.chunk = heads, eps, norm_eps, chunk
         self.gain1, self.bias1, self.gain2, self.bias2 = (nn.Parameter(torch.empty(d_model)) for _ in range(4))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mixproof.verify import implements
+from mixproof.verify.subjects.torch._arguments import checked, no_autocast, slices, widest
 
 _declared = functools.partial(
     implements,
@@ -138,7 +139,7 @@ def _recurrent(q, k, v, weigh, a, S):
 def _chunkwise(q, k, v, weigh, a, S, chunk):
     wide = S.dtype
     rows = []
-    for c in _slices(q, chunk):
+    for c in slices(q.shape[2], chunk):
         Q, K, V = (x[:, :, c].to(wide) for x in (q, k, v))
         r, w, m = weigh(c, K, V)
         n, total = m.cumsum(-2), m.sum(-2)  # decays since the chunk began
@@ -165,14 +166,14 @@ _ROUTED = {"q": "BTHD", "k": "BTHD", "v": "BTHD", "W": "HDX", "a": "HX", "S0": "
 def _run(form: Callable[..., Any], weights: Callable[[Tensor], Weights], q, k, v, l, a, S0) -> tuple[Tensor, Tensor]:
     """An operator with logits l: check the arguments, put heads before tokens, and put them back in Y."""
     _check(_AXES, q=q, k=k, v=v, l=l, a=a, S0=S0)
-    wide, l = _wide(q, k, v, l, a, S0), l.transpose(1, 2)
+    wide, l = widest(q, k, v, l, a, S0), l.transpose(1, 2)
     return _mixed(form, lambda c, K, V: weights(l[:, :, c].to(wide)), q, k, v, a, S0, wide)
 
 
 def _run_routed(form: Callable[..., Any], q, k, v, W, a, S0) -> tuple[Tensor, Tensor]:
     """The same with a router W."""
     _check(_ROUTED, q=q, k=k, v=v, W=W, a=a, S0=S0)
-    wide = _wide(q, k, v, W, a, S0)
+    wide = widest(q, k, v, W, a, S0)
 
     # wide K and V serve the router too: gradients of two uses must not meet in half precision
     return _mixed(form, lambda c, K, V: _read_mix((K * V) @ W.to(wide)), q, k, v, a, S0, wide)
@@ -182,39 +183,11 @@ def _mixed(form: Callable[..., Any], weigh: Callable[..., Weights], q, k, v, a, 
     B, _, H, V = v.shape
     # a copy: without tokens, S is what came in
     S = v.new_zeros((B, H, a.shape[1], k.shape[3], V), dtype=wide) if S0 is None else S0.to(wide, copy=True)
-    with torch.autocast(q.device.type, enabled=False):  # it would round operands of the products
+    with no_autocast(q):
         Y, S = form(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), weigh, a.to(wide), S)
     return Y.to(q.dtype).transpose(1, 2), S
 
 
 def _check(axes: dict[str, str], **tensors: Tensor | None) -> None:
-    """Raises TypeError or ValueError naming the argument that makes no sense."""
-    sizes: dict[str, tuple[int, str]] = {}
-    given = {name: x for name, x in tensors.items() if x is not None or name != "S0"}
-    for name, x in given.items():
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name} is {kind}; expected a floating-point tensor")
-        if x.device != tensors["q"].device:  # type: ignore[union-attr]
-            raise ValueError(f"{name} is on {x.device}, but q is on {tensors['q'].device}")  # type: ignore[union-attr]
-        if x.ndim != len(axes[name]):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected axes ({', '.join(axes[name])})")
-        for axis, n in zip(axes[name], x.shape, strict=True):
-            size, first = sizes.setdefault(axis, (n, name))
-            if size != n:
-                raise ValueError(
-                    f"{name} has shape {tuple(x.shape)}: axis {axis} is {n}, but {first} has {axis}={size}"
-                )
-    if sizes["X"][0] == 0:
+    if checked(axes, tensors, states=("S0",))["X"] == 0:
         raise ValueError("a describes X = 0 experts; at least one is needed")
-
-
-def _slices(x: Tensor, chunk: int) -> list[slice]:
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it must be at least 1")
-    # No tokens make one empty chunk, so that results keep their place in the graph.
-    return [slice(a, a + chunk) for a in range(0, max(x.shape[2], 1), chunk)]
-
-
-def _wide(*tensors: Tensor | None) -> torch.dtype:
-    return functools.reduce(torch.promote_types, (x.dtype for x in tensors if x is not None), torch.float32)

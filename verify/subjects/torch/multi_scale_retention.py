@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from mixproof.verify import implements
+from mixproof.verify.subjects.torch import _arguments as arguments
 from mixproof.verify.subjects.torch import _linear as linear
 
 _AXES = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "u": "BTHV", "gamma": "H"}
@@ -34,15 +35,15 @@ def chunkwise(
     scale: float = 1.0, eps: float = 1e-6, base: float = 10000.0, chunk: int = 64,
 ) -> Tensor:  # fmt: skip
     """Y = silu(u) * GN(O), O the chunkwise retention of the rotated q and k.  -> (B, T, H, V)"""
-    linear.finite(scale=scale)
-    linear.not_negative(eps=eps)
+    arguments.finite(scale=scale)
+    arguments.not_negative(eps=eps)
     q, k, v, u, gamma = linear.arranged(_AXES, q, k, v, u, gamma)
     if q.shape[3] % 2:
         raise ValueError(f"q has {q.shape[3]} channels; they turn in pairs")
     if not 0 < base < float("inf"):
         raise ValueError(f"base is {base}; it must be finite and positive")
-    wide = linear.widest(q, k, v, u, gamma)
-    with linear.no_autocast(q):
+    wide = arguments.widest(q, k, v, u, gamma)
+    with arguments.no_autocast(q):
         turns = _turns(q, base, wide)
         segments = linear.constant(gamma.to(wide), q.shape[2], chunk)
         S = linear.state(None, k, v, wide)

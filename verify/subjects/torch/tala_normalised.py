@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mixproof.verify import implements
+from mixproof.verify.subjects.torch import _arguments as arguments
 from mixproof.verify.subjects.torch import _linear as linear
 
 _AXES = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "a": "H", "S0": "BHKV", "z0": "BHK"}
@@ -27,8 +28,8 @@ def n1(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o_t = q_t * x_t / z_t with x_t = a x_{t-1} + k_t * v_t and z_t = a z_{t-1} + k_t, element by element."""
     q, k, v, a, x0, z0 = linear.arranged(_ELEMENTS, q, k, v, a, x0, z0)
-    wide = linear.widest(q, k, v, a, x0, z0)
-    with linear.no_autocast(q):
+    wide = arguments.widest(q, k, v, a, x0, z0)
+    with arguments.no_autocast(q):
         Q, K, V = (x.to(wide) for x in (q, k, v))
         zero = K.new_zeros((K.shape[0], K.shape[1], K.shape[3]))
         first = torch.stack([zero if s is None else s.to(wide) for s in (x0, z0)], dim=-1)
@@ -44,10 +45,10 @@ def n2(
     S0: Tensor | None = None, z0: Tensor | None = None, chunk: int = 64,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """o_t = q_t S_t / (q_t . z_t + eps) with S_t = a S_{t-1} + k_t^T v_t and z_t = a z_{t-1} + k_t."""
-    linear.not_negative(eps=eps)
+    arguments.not_negative(eps=eps)
     q, k, v, a, S0, z0 = linear.arranged(_AXES, q, k, v, a, S0, z0)
-    wide = linear.widest(q, k, v, a, S0, z0)
-    with linear.no_autocast(q):
+    wide = arguments.widest(q, k, v, a, S0, z0)
+    with arguments.no_autocast(q):
         O, S, z = linear.normalised(q, k, v, a.to(wide), S0, z0, eps, chunk)
     return O.transpose(1, 2), S, z
 
@@ -58,8 +59,8 @@ def n3(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o_t = (q_t / z_t) S_t, the states as in `n2`: every key channel averages the values by itself."""
     q, k, v, a, S0, z0 = linear.arranged(_AXES, q, k, v, a, S0, z0)
-    wide = linear.widest(q, k, v, a, S0, z0)
-    with linear.no_autocast(q):
+    wide = arguments.widest(q, k, v, a, S0, z0)
+    with arguments.no_autocast(q):
         Q, K, V1 = (x.to(wide) for x in (q, k, linear.with_mass(v)))
         A = linear.spread(a.to(wide)[:, None, None], K.shape[2])
         M = linear.scan(A, K[..., None] * V1[..., None, :], linear.memory(k, v, S0, z0, wide))

@@ -35,12 +35,12 @@ from torch.autograd.function import once_differentiable
 from mixproof.verify import implements
 from mixproof.verify.subjects.triton import gma_backward as backward
 from mixproof.verify.subjects.triton import gma_kernels as kernels
+from mixproof.verify.subjects.triton.arguments import checked, launching
 from mixproof.verify.subjects.triton.gma_kernels import triton
 from mixproof.verify.subjects.triton.gma_launches import (
     ROWS,
     Routed,
     Tensor,
-    launching,
     read,
     routed,
     start,
@@ -50,7 +50,6 @@ from mixproof.verify.subjects.triton.gma_launches import (
     tiles,
 )
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DECLARED = {
     "name": "triton.fused",
     "layout": "B T H D",
@@ -200,31 +199,7 @@ def _mixture(mu: Tensor, omega: Tensor, alpha: Tensor) -> dict[str, tuple[Tensor
 
 
 def _check(arguments: Mapping[str, tuple[Tensor | None, str]], **scalars: float) -> None:
-    """Tensors come named, with their axes; the first sets the device and, for those with tokens, the dtype. Raises
-    TypeError or ValueError naming the argument that does not fit."""
-    sizes: dict[str, int] = {}
-    first = next(iter(arguments))
-    for name, (x, axes) in arguments.items():
-        if x is None and name in ("S0", "Z0"):
-            continue
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; expected a torch tensor")
-        like = arguments[first][0]
-        assert like is not None
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}; expected float32, float16 or bfloat16")
-        if set(axes) & {"T", "S"} and x.dtype != like.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}, but {first} has {like.dtype}")
-        if x.device != like.device:
-            raise ValueError(f"{name} is on {x.device}, but {first} is on {like.device}")
-        if x.dim() != len(axes):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected ({', '.join(axes)})")
-        for axis, n in zip(axes, x.shape, strict=True):
-            if sizes.setdefault(axis, n) != n:
-                raise ValueError(f"{name} has shape {tuple(x.shape)}: axis {axis} is {n}, but elsewhere {sizes[axis]}")
-        # on a GPU a look at values would hold up the stream
-        if name in ("mu", "omega", "alpha") and x.is_cpu and x.isnan().any():
-            raise ValueError(f"{name} contains NaN")
+    sizes = checked(arguments, ("S0", "Z0"), parameters=("mu", "omega", "alpha"))
     if sizes["K"] == 0:
         raise ValueError("mu has no components; expected K >= 1")
     for name, value in scalars.items():

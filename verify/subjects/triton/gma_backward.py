@@ -27,6 +27,7 @@ import math
 import torch
 
 from mixproof.verify.subjects.triton import gma_backward_kernels as kernels
+from mixproof.verify.subjects.triton.arguments import launching
 from mixproof.verify.subjects.triton.gma_kernels import triton
 from mixproof.verify.subjects.triton.gma_launches import (
     ROWS,
@@ -35,7 +36,6 @@ from mixproof.verify.subjects.triton.gma_launches import (
     Table,
     Tensor,
     Tiles,
-    launching,
     per_token,
     read,
     start,

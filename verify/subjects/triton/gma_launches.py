@@ -4,12 +4,8 @@ forward and backward share. The letters are in gma.py."""
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.nn.functional import pad, softplus
 
@@ -161,15 +157,3 @@ def wide(like: Tensor, *shape: int) -> Tensor:
 def start(kernel: Any, programs: int, *arguments: Any) -> None:
     if programs:
         kernel[(programs,)](*arguments, num_warps=8)
-
-
-@contextmanager
-def launching(x: Tensor) -> Iterator[None]:
-    """On x's device. Interpreted kernels meet infinity and NaN as silently as compiled ones."""
-    if x.is_cuda:
-        with torch.cuda.device(x.device):
-            yield
-    else:
-        with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
-            yield

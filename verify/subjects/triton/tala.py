@@ -20,20 +20,18 @@ What a token reads does not depend on T, B or H. Autograd keeps the inputs and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
 from mixproof.verify import implements
 from mixproof.verify.subjects.triton import tala_kernels as kernels
+from mixproof.verify.subjects.triton.arguments import checked, launching
 from mixproof.verify.subjects.triton.tala_kernels import triton
 
 Tensor = torch.Tensor
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CHUNKS = (16, 32)  # a chunk is a tile; wider ones spill registers
 DECLARED = {
     "name": "triton.chunkwise",
@@ -116,7 +114,7 @@ class _Chunkwise(torch.autograd.Function):
         kind: str,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        with _launching(q):
+        with launching(q):
             call = _call(decay, scale, kind, chunk)
             states, S = _states(call, k, v, S0, reverse=False)
             O = _read(call, q, k, v, states, reverse=False)
@@ -128,7 +126,7 @@ class _Chunkwise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dO: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, decay, states = ctx.saved_tensors
-        with _launching(q):
+        with launching(q):
             call = _call(decay, *ctx.options)
             cotangents, dS0 = _states(call, q, dO, dS, reverse=True)
             dv = _read(call, k, q, dO, cotangents, reverse=True)
@@ -226,13 +224,6 @@ def _start(
         )
 
 
-@contextmanager
-def _launching(x: Tensor) -> Iterator[None]:
-    """On x's device. Interpreted kernels overflow as silently as compiled ones."""
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext(), np.errstate(all="ignore"):
-        yield
-
-
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
 
@@ -244,22 +235,4 @@ def _check(chunk: int, arguments: Mapping[str, tuple[Tensor | None, str]]) -> No
     """Raises TypeError or ValueError naming the argument that does not fit: tensors come with their axes."""
     if chunk not in CHUNKS:
         raise ValueError(f"chunk is {chunk!r}; expected one of {', '.join(str(n) for n in CHUNKS)}")
-    sizes: dict[str, int] = {}
-    q = arguments["q"][0]
-    for name, (x, axes) in arguments.items():
-        if x is None and name == "S0":
-            continue
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; expected a torch tensor")
-        assert q is not None
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}; expected float32, float16 or bfloat16")
-        if "T" in axes and x.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}, but q has {q.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}")
-        if x.dim() != len(axes):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected ({', '.join(axes)})")
-        for axis, n in zip(axes, x.shape, strict=True):
-            if sizes.setdefault(axis, n) != n:
-                raise ValueError(f"{name} has shape {tuple(x.shape)}: axis {axis} is {n}, but elsewhere {sizes[axis]}")
+    checked(arguments, states=("S0",))
