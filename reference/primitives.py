@@ -128,6 +128,38 @@ def group_norm(x: Array, eps: float) -> Array:
 
 
 @overridable
+def rms_norm(x: Array, eps: float) -> Array:
+    """x / sqrt(mean(x^2) + eps) over the last axis."""
+    return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) / x.shape[-1] + eps)
+
+
+@overridable
+def phi1(z: Array) -> Array:
+    """(exp(z) - 1) / z, and 1 at zero: the mean of exp over [0, z]."""
+    return np.where(z == 0, 1, np.expm1(z) / np.where(z == 0, 1, z))
+
+
+@overridable
+def phi1_slope(z: Array) -> Array:
+    """The derivative of `phi1`: (exp(z) - phi1(z)) / z, and 1/2 at zero, by its series near there, where that
+    cancels."""
+    near = np.abs(z) < 1
+    x, y = np.where(near, z, 0), np.where(near, 1, z)
+    series = 1 / 2 + 0 * x
+    term = 1 + 0 * x
+    for n in range(1, 19):
+        term = term * x / n
+        series = series + term / (n + 2)
+    return np.where(near, series, (np.exp(y) - np.expm1(y) / y) / y)
+
+
+@overridable
+def elu_plus_one(x: Array) -> Array:
+    """x + 1 for x > 0, else exp(x): positive everywhere (elu(x) + 1 rounds to zero)."""
+    return np.where(x > 0, x + 1, np.exp(np.where(x > 0, 0, x)))
+
+
+@overridable
 def stored(x: Array) -> Array:
     """x itself: marks a result that an implementation may keep in its output dtype and read back."""
     return x

@@ -6,6 +6,9 @@ Shapes are those of one head of one sequence. The gate adds batch and head axes 
     parameter  (H, ...)                     learned, one set per head, shared by the batch
     state      (B, H, ...)                  carried along the sequence; optional, zero when absent
     scalar     a Python number or bool      shared by everything
+
+A cache that grows with the sequence is a state too: P tokens are in it before the call, none when absent, and P + T
+after. Axes such as "P+T" follow from the others.
 """
 
 from __future__ import annotations
@@ -15,7 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Array = Any  # a NumPy array, or an array of another number system
+Sizes = Mapping[str, int]
 ROLES = ("token", "parameter", "state", "scalar")
+# axes that follow from the sizes of others and, where an operator says so, from its scalars
+DERIVED: dict[str, Callable[[Sizes, Mapping[str, Any]], int]] = {
+    "P+T": lambda n, x: n["P"] + n["T"],
+    "W-1": lambda n, x: n["W"] - 1,
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,9 @@ class Operator:
     that hold for this operator beyond those that hold for every operator. `exact` lists the same forms with the
     results of the feature maps as inputs (`exact_inputs`): rational functions, which any field can run. `degrees` says
     of token inputs how the token outputs scale with them, states absent; `multiple_of` which sizes make sense.
+    `derived` gives the size of axes that follow from plain ones and from inputs, beside those of DERIVED. `position`
+    names a scalar input that counts the tokens before the call, `aligned` one of which every number of tokens after
+    which the sequence may be split is a multiple.
     """
 
     name: str
@@ -87,6 +99,9 @@ class Operator:
     exact_inputs: tuple[Input, ...] = ()
     degrees: Mapping[str, int] = field(default_factory=dict)
     multiple_of: Mapping[str, int] = field(default_factory=dict)
+    derived: Mapping[str, Callable[[Sizes, Mapping[str, Any]], int]] = field(default_factory=dict)
+    position: str = ""
+    aligned: str = ""
 
     def input(self, name: str) -> Input:
         for x in self.inputs:
@@ -102,8 +117,19 @@ class Operator:
 
     @property
     def dimensions(self) -> tuple[str, ...]:
-        """The named dimensions in order of first use, e.g. ("T", "R", "V", "K")."""
-        return tuple(dict.fromkeys(a for x in self.inputs for a in x.axes))
+        """The named dimensions in order of first use, e.g. ("T", "R", "V", "K"), without those that follow."""
+        return tuple(dict.fromkeys(a for x in self.inputs for a in x.axes if a not in self.followers))
+
+    @property
+    def followers(self) -> dict[str, Callable[[Sizes, Mapping[str, Any]], int]]:
+        """The axes whose size follows from others."""
+        return DERIVED | dict(self.derived)
+
+    def size(self, axis: str, sizes: Sizes, inputs: Mapping[str, Any]) -> int:
+        """The size of an axis, from those of the plain ones; a cache that is absent holds no token."""
+        if axis in self.followers:
+            return self.followers[axis]({"P": 0, **sizes}, inputs)
+        return sizes[axis]
 
     @property
     def state(self) -> tuple[Input, ...]:
@@ -131,6 +157,7 @@ class Operator:
 def check_shapes(operator: Operator, inputs: Mapping[str, Array]) -> dict[str, int]:
     """The sizes of the named dimensions. Raises ValueError naming the argument whose shape contradicts the others."""
     sizes: dict[str, int] = {}
+    follow = []
     for x in operator.inputs:
         value = inputs.get(x.name)
         if x.role == "scalar" or value is None:
@@ -139,10 +166,16 @@ def check_shapes(operator: Operator, inputs: Mapping[str, Array]) -> dict[str, i
         if len(shape) != len(x.axes):
             raise ValueError(f"{x.name} has shape {shape}; {operator.name} expects ({', '.join(x.axes)})")
         for axis, n in zip(x.axes, shape, strict=True):
-            if sizes.setdefault(axis, n) != n:
+            if axis in operator.followers:
+                follow.append((x.name, shape, axis, n))
+            elif sizes.setdefault(axis, n) != n:
                 raise ValueError(
                     f"{x.name} has shape {shape}: axis {axis} is {n}, but another argument has {axis}={sizes[axis]}"
                 )
+    for name, shape, axis, n in follow:
+        if n != operator.size(axis, sizes, inputs):
+            want = operator.size(axis, sizes, inputs)
+            raise ValueError(f"{name} has shape {shape}: axis {axis} is {n}, but the other arguments make it {want}")
     return sizes
 
 
@@ -153,6 +186,7 @@ def check_cotangents(operator: Operator, cotangents: Mapping[str, Array], inputs
     if set(cotangents) != set(names):
         raise ValueError(f"cotangents are those of {', '.join(sorted(cotangents))}; expected {', '.join(names)}")
     for y in operator.outputs:
-        shape, want = getattr(cotangents[y.name], "shape", ()), tuple(sizes[a] for a in y.axes)
+        shape = getattr(cotangents[y.name], "shape", ())
+        want = tuple(operator.size(a, sizes, inputs) for a in y.axes)
         if shape != want:
             raise ValueError(f"the cotangent of {y.name} has shape {shape}; {y.name} has shape {want}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -417,7 +418,50 @@ def _cancelled(M: Machine, x: Perturbed, by: Any) -> Perturbed:
     return Perturbed(M, M.add(M.add(x.data, term), -term))
 
 
+def _rms_norm(M: Machine, x: Any, eps: float) -> Perturbed:
+    x = np.moveaxis(np.asarray(plain(x)), -1, 0)
+    square = M.add(M.divide(M.sum(M.multiply(x, x)), float(len(x))), M.constant(eps))
+    root = M.round(np.sqrt(square), ROOT)
+    y = M.divide(x, root) if M.second else M.multiply(x, M.divide(1.0, root))
+    return Perturbed(M, np.moveaxis(y, 0, -1))
+
+
+def _phi1(M: Machine, z: Any) -> Perturbed:
+    """expm1 and a quotient, or a product with the reciprocal."""
+    z = plain(z)
+    safe, top = np.where(z == 0, 1, z), M.round(np.expm1(z), M.arithmetic.exp_ulps * 2)
+    y = M.divide(top, safe) if M.second else M.multiply(top, M.divide(1.0, safe))
+    return Perturbed(M, np.where(z == 0, 1, y))
+
+
+def _phi1_slope(M: Machine, z: Any) -> Perturbed:
+    """Its series, in ascending powers or by Horner's rule; exp(z) and phi1(z) where these are apart."""
+    z = plain(z)
+    near = np.abs(z) < 1
+    x, y = np.where(near, z, 0), np.where(near, 1, z)
+    if M.second:
+        series, term = np.full(x.shape, M.constant(0.5)), np.ones(x.shape)
+        for n in range(1, 19):
+            term = M.divide(M.multiply(term, x), float(n))
+            series = M.add(series, M.divide(term, float(n + 2)))
+    else:
+        series = np.zeros(x.shape)
+        for n in range(18, -1, -1):
+            series = M.add(M.multiply(series, x), M.constant(1 / math.factorial(n) / (n + 2)))
+    far = M.divide(M.add(M.exp(y), -M.divide(M.round(np.expm1(y), M.arithmetic.exp_ulps * 2), y)), y)
+    return Perturbed(M, np.where(near, series, far))
+
+
+def _elu_plus_one(M: Machine, x: Any) -> Perturbed:
+    x = plain(x)
+    return Perturbed(M, np.where(x > 0, M.add(x, 1), M.exp(np.minimum(x, 0))))
+
+
 FORMULAS: dict[Any, Callable[..., Any]] = {
+    primitives.rms_norm: _rms_norm,
+    primitives.phi1: _phi1,
+    primitives.phi1_slope: _phi1_slope,
+    primitives.elu_plus_one: _elu_plus_one,
     primitives.cancelled: _cancelled,
     primitives.deviation: _deviation,
     primitives.turned: _turned,
@@ -535,6 +579,13 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], float]] = {
     "turned": (lambda a, b, d, g: primitives.turned(a[:, :4], 3 * np.arange(5), THETA), 4),
     "turned back": (lambda a, b, d, g: primitives.turned((a @ b)[:, :4], -np.arange(5), THETA), 4),
     "rectified": (lambda a, b, d, g: primitives.rectified(a @ b, b), 1.2),
+    "rms norm": (lambda a, b, d, g: primitives.rms_norm(a, 1e-5), 4),
+    "rms norm of a result": (lambda a, b, d, g: primitives.rms_norm(a @ b, 1e-5), 4),
+    "phi1": (lambda a, b, d, g: primitives.phi1(a), 2),
+    "phi1 of a result": (lambda a, b, d, g: primitives.phi1(-away(a * b)), 2),
+    "slope of phi1": (lambda a, b, d, g: primitives.phi1_slope(a), 8),
+    "elu plus one": (lambda a, b, d, g: primitives.elu_plus_one(a), 2),
+    "elu plus one of a result": (lambda a, b, d, g: primitives.elu_plus_one(a @ b), 2),
     "silu": (lambda a, b, d, g: primitives.silu(a), 1.3),
     "stored": (lambda a, b, d, g: primitives.stored(a @ b), 1.2),
     "either": (lambda a, b, d, g: primitives.either((a @ b) @ d, a @ (b @ d)), 2),
@@ -618,6 +669,10 @@ NONLINEAR: dict[str, Callable[..., Any]] = {
     "distance to x": lambda x: primitives.mahalanobis(X([[0.5]]), x[:, None], X([[2.0]])),
     "distance under x": lambda x: primitives.mahalanobis(X([[2.5]]), X([[0.5]]), (np.abs(x) + 1)[:, None]),
     "maximum": lambda x: np.maximum(x, 0.25),
+    "rms norm": lambda x: primitives.rms_norm(x, 0.5),
+    "phi1": lambda x: primitives.phi1(x),
+    "slope of phi1": lambda x: primitives.phi1_slope(x),
+    "elu plus one": lambda x: primitives.elu_plus_one(x),
 }
 
 

@@ -11,20 +11,26 @@ from mixproof.reference import multi_scale_retention as msr
 
 FEATURE_MAPS = ("tala.phi_a", "tala.phi_b")  # they take one array, of any shape
 CHECKED = [n for n in OPERATORS if not n.startswith("gma") and n not in (*FEATURE_MAPS, "softmax_attention")]
-SIZES = {"T": 6, "S": 6, "K": 4, "V": 2, "D": 4, "F": 5, "X": 3}
+SIZES = {"T": 6, "S": 6, "K": 4, "V": 2, "D": 4, "F": 5, "X": 3, "P": 2}
+SIZES |= {"N": 3, "G": 3, "M": 2, "L": 5, "J": 2, "E": 4, "W": 3, "Q": 2, "R": 2}
+
+
+def shape(o, axes, I=()):
+    return tuple(o.size(a, SIZES, {x.name: x.default for x in o.inputs} | dict(I)) for a in axes)
 
 
 def draw(name):
-    g = np.random.default_rng(0)
-    arrays = {x.name: x.axes for x in operator(name).inputs if x.role != "scalar"}
-    return {n: np.abs(g.normal(size=tuple(SIZES[a] for a in axes))) for n, axes in arrays.items()}
+    g, o = np.random.default_rng(0), operator(name)
+    I = {x.name: np.abs(g.normal(size=shape(o, x.axes))) for x in o.inputs if x.role != "scalar"}
+    if o.position:  # what is cached stands for that many tokens
+        I[o.position] = SIZES["P"] * o.input("stride").default
+    return I
 
 
 def attempts(name, I, **options):
     """Each form, and the gradients, as functions without arguments."""
     o = operator(name)
-    sizes = [tuple(SIZES[a] for a in y.axes) for y in o.outputs]
-    G = {y.name: np.ones(shape) for y, shape in zip(o.outputs, sizes, strict=True)}
+    G = {y.name: np.ones(shape(o, y.axes, I)) for y in o.outputs}
     for form in o.forms:
         if form.chunked or "chunk" not in options:
             yield form.name, lambda f=form.function: f(**I, **options)
@@ -34,16 +40,17 @@ def attempts(name, I, **options):
 def wrong_shapes(name):
     """Each axis of each array one longer, one shorter, and of length one, which would be broadcast."""
     for n, x in draw(name).items():
-        for axis in range(x.ndim):
+        for axis in range(np.ndim(x)):
             for index in ([*range(x.shape[axis]), 0], range(x.shape[axis] - 1), [0]):
                 yield n, np.take(x, list(index), axis)
 
 
 def contradicts(name, n, x):
     """An axis that no other array has may have any length."""
-    axes = operator(name).input(n).axes
-    others = {a for y in operator(name).inputs if y.name != n for a in y.axes}
-    return any(a in others and size != SIZES[a] for a, size in zip(axes, x.shape, strict=True))
+    o = operator(name)
+    others = {a for y in o.inputs if y.name != n for a in y.axes} | set(o.followers)
+    sizes = zip(o.input(n).axes, x.shape, strict=True)
+    return any(a in others and size != shape(o, (a,))[0] for a, size in sizes)
 
 
 @pytest.mark.parametrize("name", CHECKED)
@@ -61,7 +68,7 @@ def test_shapes_that_contradict_each_other(name):
 @pytest.mark.parametrize("name", [*CHECKED, *FEATURE_MAPS, "softmax_attention"])
 def test_cotangents_that_are_not_those_of_the_outputs(name):
     o, I = operator(name), draw(name)
-    outputs = {y.name: np.ones(tuple(SIZES[a] for a in y.axes)) for y in o.outputs}
+    outputs = {y.name: np.ones(shape(o, y.axes, I)) for y in o.outputs}
     o.vjp(outputs, **I)
     for y, G in outputs.items():
         for wrong in (np.concatenate([G, G]), G[..., :1], G[:1]):

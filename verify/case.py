@@ -10,7 +10,7 @@ import dataclasses
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 import numpy as np
@@ -63,10 +63,13 @@ class Case:
                 values[x.name] = self.flag if x.domain == "flag" else x.default
             elif x.role != "state" or self.state != "absent":
                 lead = {"token": ("B", "H"), "parameter": ("H",), "state": ("B", "H")}[x.role]
-                shape = tuple(sizes[a] for a in (*lead, *x.axes))
+                shape = tuple(operator.size(a, sizes, values) for a in (*lead, *x.axes))
                 values[x.name] = DEFAULTS[x.domain](self.generator(x.name), shape)
         draw = Draw(values, {x.name: x.domain for x in operator.inputs}, self.generator("regime"))
         REGIMES[self.regime].apply(draw)
+        if operator.position and self.state != "absent":
+            strides = (values[x.name] for x in operator.inputs if x.domain == "stride")
+            values[operator.position] = prod(strides, start=sizes["P"])
         scale = {"zero": 0.0, "tiny": 2.0**-30, "large": 2.0**10}.get(self.state, 1.0)
         for x in operator.inputs:
             if x.role == "state" and x.name in values:
@@ -162,8 +165,7 @@ class Domain:
         if self.causal_only is not None:
             flag = self.causal_only
         flag = flag and any(x.domain == "flag" for x in operator.inputs)
-        V = sizes["V"]  # the numbers of experts and of hidden features follow from it, unless a plan says them
-        sizes = {"X": 1 + (V - 1) % 5, "F": 1 + 3 * V % 7} | dict(sizes)
+        sizes = _others(sizes["V"]) | dict(sizes)
         sizes = {a: self.fit(a, sizes[a]) for a in ("B", "H", *operator.dimensions)}
         if flag and "S" in sizes:
             sizes["S"] = sizes["T"]  # a causal mask is defined for self-attention only
@@ -180,6 +182,18 @@ class Domain:
     def regimes(self, extreme: bool = False) -> list[str]:
         domains = {x.domain for x in find_operator(self.op).inputs}
         return [w for w, r in REGIMES.items() if (not r.needs or r.needs & domains) and r.extreme == extreme]
+
+
+def _others(V: int) -> dict[str, int]:
+    """Sizes that follow from the number of value channels, unless a plan says them: experts or blocks X, hidden
+    features F, heads N in groups G of M, latent channels L, pseudo-heads J, channels E of a model, width W of a
+    convolution, rank Q, tokens P in a cache."""
+    sizes = {"X": 1 + (V - 1) % 5, "F": 1 + 3 * V % 7, "N": 1 + V % 3, "G": 1 + V % 2, "M": 1 + V // 2 % 3}
+    return (
+        sizes
+        | {"L": 1 + 3 * V % 5, "J": 1 + V % 4, "E": 1 + 2 * V % 7, "W": 1 + V % 4, "Q": 1 + V % 3}
+        | {"P": 1 + (V + 1) % 4}
+    )
 
 
 def atlas(domain: Domain, small: bool = False, extreme: bool = False) -> Iterator[Case]:

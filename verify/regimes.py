@@ -38,7 +38,18 @@ DEFAULTS: dict[str, Callable[[Generator, tuple[int, ...]], np.ndarray]] = {
     "weight": lambda g, shape: g.normal(size=shape) / np.sqrt(shape[-2]),
     "norm_gain": lambda g, shape: 1 + 0.2 * g.normal(size=shape),
     "norm_bias": lambda g, shape: 0.2 * g.normal(size=shape),
+    "latent": lambda g, shape: g.normal(size=shape),
+    "step": lambda g, shape: 0.5 * np.abs(g.normal(size=shape)) + 2.0**-6,
+    "rate": lambda g, shape: -np.exp(0.7 * g.normal(size=shape)),
+    "unit": lambda g, shape: _unit(g.normal(size=shape)),
+    "unit_gate": lambda g, shape: g.choice([0.0, 0.1, 0.25, 0.5, 0.9, 1.0], size=shape),
+    "learning_rate": lambda g, shape: g.choice([0.0, 1 / 16, 0.1, 0.25, 0.5], size=shape),
+    "logit_bias": lambda g, shape: g.normal(size=shape) - 1,
 }
+
+
+def _unit(a: np.ndarray) -> np.ndarray:
+    return a / np.sqrt(np.sum(a * a, axis=-1, keepdims=True) + 2.0**-60)
 
 
 class Draw:
@@ -77,18 +88,23 @@ TOKENS = ("routing", "query", "key", "feature", "positive")
 DECAYS = ("decay", "signed_decay", "gain")
 
 
+def _by_token(a: np.ndarray, row: np.ndarray) -> np.ndarray:
+    """One number a token, ready to meet (B, H, tokens, ...)."""
+    return row.reshape(-1, *(1,) * (a.ndim - 3))
+
+
 def _ramp(a: np.ndarray, octaves: float) -> np.ndarray:
-    T = a.shape[-2]
-    return a * 2.0 ** (octaves * np.linspace(0, 1, max(T, 1)))[:T, None]
+    T = a.shape[2]
+    return a * _by_token(a, 2.0 ** (octaves * np.linspace(0, 1, max(T, 1)))[:T])
 
 
 def _alternate(a: np.ndarray) -> np.ndarray:
-    return np.where(np.arange(a.shape[-2])[:, None] % 2 == 0, 2.0, 0.0) + 0 * a
+    return np.where(_by_token(a, np.arange(a.shape[2])) % 2 == 0, 2.0, 0.0) + 0 * a
 
 
 def _impulse(a: np.ndarray) -> np.ndarray:
-    keep = np.arange(a.shape[-2]) == (2 * a.shape[-2]) // 3
-    return np.where(keep[:, None], 1.0 + a, 0.0)
+    keep = np.arange(a.shape[2]) == (2 * a.shape[2]) // 3
+    return np.where(_by_token(a, keep), 1.0 + a, 0.0)
 
 
 def _outliers(d: Draw) -> None:
@@ -169,7 +185,7 @@ def _unequal(d: Draw) -> None:
 
 def _increasing(d: Draw) -> None:
     d.map(lambda a: np.abs(a), "query")
-    d.map(lambda a: np.abs(a) + np.arange(a.shape[-2])[:, None], "key")
+    d.map(lambda a: np.abs(a) + _by_token(a, np.arange(a.shape[2])), "key")
 
 
 def _identical(d: Draw) -> None:

@@ -178,9 +178,10 @@ class Subject:
                 )
             lead = ("B", "H") if y.role == "state" else ()
             axes = (*lead, *y.axes) if y.role == "state" else self.token_axes(y.axes)
-            want = tuple(sizes[a] for a in axes if a in sizes)
+            size = {a: self.operator.size(a, sizes, native) for a in axes if a in y.axes or a in sizes}
+            want = tuple(size[a] for a in axes if a in size)
             if tuple(named[y.name].shape) != want:
-                where = f'layout "{" ".join(self.layout)}" with {", ".join(f"{a}={sizes[a]}" for a in y.axes)}'
+                where = f'layout "{" ".join(self.layout)}" with {", ".join(f"{a}={size[a]}" for a in y.axes)}'
                 raise SubjectError(
                     f"{self.name} returned {y.name} with shape {tuple(named[y.name].shape)}; {where} expects {want}"
                 )
@@ -217,7 +218,7 @@ class Subject:
                 lead = tuple(a for a in lead if a == "H")
             axes = self.token_axes(x.axes) if x.role == "token" else (*lead, *x.axes)
             sizes |= dict(zip(axes, native[x.name].shape, strict=True))
-        return sizes
+        return {a: n for a, n in sizes.items() if a not in self.operator.followers}
 
     def token_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """The names of a token tensor's dimensions in the declared layout; D stands for its features, however many."""

@@ -26,7 +26,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     for system in (GF, RATIONALS):
         point = {}
         for x in operator.exact_inputs:
-            shape = tuple(sizes[a] for a in x.axes)
+            shape = tuple(operator.size(a, sizes, point) for a in x.axes)
             small = generator.integers(1, 50, size=shape)
             point[x.name] = GF.draw(generator, shape) if system is GF else RATIONALS(small) / RATIONALS(7)
         points.append((system.name, point))

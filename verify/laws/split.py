@@ -18,7 +18,8 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     domain = subject.domain()
     inputs = subject.inputs(case)
     tokens = token_inputs(subject, inputs)
-    allowed = [n for n in range(T + 1) if domain.fit("T", n) == n and domain.fit("T", T - n) == T - n]
+    every = inputs[subject.operator.aligned] if subject.operator.aligned else 1
+    allowed = [n for n in range(0, T + 1, every) if domain.fit("T", n) == n and domain.fit("T", T - n) == T - n]
     if case.at >= 0:
         splits = [case.at] if case.at in allowed else []
     elif T <= EVERY and not subject.slow:
@@ -33,6 +34,8 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
         want_one = expect(subject, case, first, key=f"until {at}")
         states = {x.name: x.carries for x in subject.operator.state if x.carries}
         rest = {n: x[:, :, at:] if n in tokens else x for n, x in inputs.items()}
+        if position := subject.operator.position:
+            rest[position] = rest[position] + at
         handed = rest | {x: one[y] for x, y in states.items()}
         two = subject.run(handed, case.dtype)
         exact = rest | {x: want_one.value[y] for x, y in states.items()}
