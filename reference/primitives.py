@@ -218,3 +218,20 @@ def deviation(x: Array, eps: float) -> Array:
 def rectified(dy: Array, x: Array) -> Array:
     """dy where x > 0, else 0: back through max(x, 0). Which side of zero a computed x is on may be open."""
     return np.where(x > 0, dy, 0)
+
+
+@overridable
+def settled(x: Array) -> Array:
+    """x itself: marks a result that is computed to the end before it is used, so that no later sum reaches into it."""
+    return x
+
+
+@overridable
+def substituted(L: Array, B: Array) -> Array:
+    """X with (I + L) X = B for a strictly lower triangular L, row by row: nothing is divided by.
+
+    (T, T), (T, V) -> (T, V)"""
+    X = B[:0]
+    for i in range(len(B)):
+        X = np.concatenate([X, B[i : i + 1] - L[i : i + 1, :i] @ X])
+    return X

@@ -157,7 +157,7 @@ class Operator:
 def check_shapes(operator: Operator, inputs: Mapping[str, Array]) -> dict[str, int]:
     """The sizes of the named dimensions. Raises ValueError naming the argument whose shape contradicts the others."""
     sizes: dict[str, int] = {}
-    follow = []
+    followers, follow = operator.followers, []
     for x in operator.inputs:
         value = inputs.get(x.name)
         if x.role == "scalar" or value is None:
@@ -166,7 +166,7 @@ def check_shapes(operator: Operator, inputs: Mapping[str, Array]) -> dict[str, i
         if len(shape) != len(x.axes):
             raise ValueError(f"{x.name} has shape {shape}; {operator.name} expects ({', '.join(x.axes)})")
         for axis, n in zip(x.axes, shape, strict=True):
-            if axis in operator.followers:
+            if axis in followers:
                 follow.append((x.name, shape, axis, n))
             elif sizes.setdefault(axis, n) != n:
                 raise ValueError(

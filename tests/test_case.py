@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from math import lcm
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -128,12 +130,13 @@ def test_drawn_cases_are_supported(drawn: tuple[Domain, Case]) -> None:
 def test_fit_is_the_nearest_supported_size_above(domain: Domain, axis: str, n: int) -> None:
     fitted = domain.fit(axis, n)
     least, step = dict(domain.at_least).get(axis, 0 if axis == "T" else 1), dict(domain.multiple_of).get(axis, 1)
+    step = lcm(step, operator(domain.op).multiple_of.get(axis, 1))
     allowed = [1] if axis in domain.single else [m for m in range(80) if m >= least and m % step == 0]
     assert fitted == next((m for m in allowed if m >= n), allowed[-1])
     assert domain.fit(axis, fitted) == fitted
 
 
-@pytest.mark.parametrize("name", FLAGGED)
+@pytest.mark.parametrize("name", [n for n in FLAGGED if "S" in operator(n).dimensions])
 def test_a_causal_mask_is_square(name: str) -> None:
     sizes = dict.fromkeys(("B", "H", "T", "S", "K", "R", "V", "D"), 2) | {"T": 5, "S": 9}
     for domain in (Domain(name, DTYPE_PAIRS), Domain(name, DTYPE_PAIRS, causal_only=True)):
@@ -171,7 +174,7 @@ def test_the_atlas_covers_what_it_promises(name: str, chunk: int) -> None:
             if axis not in operator(name).token_axes:
                 least = operator(name).multiple_of.get(axis, 2 if axis == "D" else 1)
                 assert min(c.size(axis) for c in mine) <= least
-                assert max(c.size(axis) for c in mine) > 4
+                assert max(c.size(axis) for c in mine) > (1 if axis in "GMNJPQW" else 4)
         assert {1, 2} <= {c.size("B") for c in mine}
         assert {1, 2, 3} <= {c.size("H") for c in mine}
         if "S" in operator(name).dimensions:

@@ -32,7 +32,7 @@ from mixproof.verify.subjects.mutants import (
 )
 from mixproof.verify.subjects.reference import subject as reference_subject
 
-SMOKE = PROFILES["smoke"]
+SMOKE = dataclasses.replace(PROFILES["smoke"], most=None, slow_cases=2)  # the whole of the short atlas
 MUTANTS = {f"{m.operator}/{m.name}": m for m in mutants()}
 FAMILIES = (
     "gma",
@@ -43,7 +43,22 @@ FAMILIES = (
     "multi_scale_retention",
     "mome",
     "mixformer",
+    "ode_transformer",
     "softmax_attention",
+    "sigmoid_attention",
+    "mla",
+    "gqla",
+    "mlra",
+    "mamba",
+    "linear_transformer",
+    "performer",
+    "linformer",
+    "tucker",
+    "iha",
+    "gta",
+    "titans",
+    "mtla",
+    "ccgqa",
 )
 # laws about something that no NumPy mutant has (what autograd keeps, what torch counts), or about the reference itself
 ELSEWHERE = {

@@ -16,7 +16,8 @@ from mixproof.verify.numbers.ball import SLACK
 
 NAMES = tuple(OPERATORS)
 STATEFUL = tuple(n for n in NAMES if operator(n).state)
-SIZES = {"B": 2, "H": 3, "T": 5, "S": 4, "K": 3, "R": 2, "V": 4, "D": 2}
+CACHED = tuple(n for n in STATEFUL if "P" in operator(n).dimensions)  # P tokens of zeros are tokens
+SIZES = {"B": 2, "H": 3, "T": 5, "S": 4, "K": 3, "R": 2, "V": 4, "D": 2, "W": 3}
 float32 = natural("float32")
 
 
@@ -52,7 +53,7 @@ def test_a_batch_is_its_heads(name: str) -> None:
             for n, x in getattr(one, part).items():
                 assert np.array_equal(getattr(whole, part)[n][b, h], x[0, 0])
     for y in case.operator.outputs:
-        shape = (2, 3, *(dict(case.sizes)[a] for a in y.axes))
+        shape = (2, 3, *(case.operator.size(a, dict(case.sizes), values) for a in y.axes))
         assert whole.value[y.name].shape == whole.bound[y.name].shape == whole.radius[y.name].shape == shape
 
 
@@ -104,7 +105,7 @@ def test_plain_evaluations_are_the_oracles_values(name: str) -> None:
     assert grads.keys() == expected.keys()
     assert all(np.array_equal(grads[n], expected[n]) for n in grads)
     other = oracle.plain_backward(
-        case.operator, values, upstream, lambda c, **x: {n: 2 * g for n, g in case.operator.vjp(c, **x).items()}
+        case.operator, values, upstream, lambda d, /, **x: {n: 2 * g for n, g in case.operator.vjp(d, **x).items()}
     )
     assert all(np.array_equal(other[n], 2 * grads[n]) for n in grads)
 
@@ -117,7 +118,7 @@ def test_plain_evaluations_stay_in_the_dtype_of_the_inputs(name: str) -> None:
     expected = oracle.forward(case.operator, case.arrays(), float32)
     for x, (n, want) in zip(outputs, expected.value.items(), strict=True):
         assert x.dtype == np.float32
-        assert not np.array_equal(x, want)
+        assert not np.array_equal(x, want) or not expected.radius[n].any()
         assert np.all(np.abs(x - want) <= expected.bound[n])
     upstream = cotangents_of(case)
     grads = oracle.plain_backward(case.operator, narrow, {n: c.astype(np.float32) for n, c in upstream.items()})
@@ -127,7 +128,7 @@ def test_plain_evaluations_stay_in_the_dtype_of_the_inputs(name: str) -> None:
         assert np.all(np.abs(x - expected.value[n]) <= expected.bound[n])
 
 
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name", [n for n in STATEFUL if n not in CACHED])
 def test_an_absent_state_is_zero_and_has_no_gradient(name: str) -> None:
     absent, zero = case_of(name, state="absent"), case_of(name, state="zero")
     one, two = (oracle.forward(c.operator, c.arrays(), float32) for c in (absent, zero))
@@ -157,7 +158,7 @@ def test_the_error_of_a_state_reaches_the_outputs(name: str) -> None:
         moved = {n: np.maximum(moved[n], np.abs(result[n] - sharp.value[n])) for n in moved}
     for n in moved:
         assert np.all(moved[n] <= grown[n])
-        assert np.max(moved[n] / grown[n]) > 0.25
+        assert not grown[n].any() or np.max(moved[n][grown[n] > 0] / grown[n][grown[n] > 0]) > 0.25
     with_zero = oracle.forward(case.operator, values, float32, errors={n: 0 * x for n, x in h.items()})
     assert all(np.array_equal(with_zero.bound[n], sharp.bound[n]) for n in sharp.bound)
 

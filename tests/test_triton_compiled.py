@@ -17,6 +17,8 @@ pytestmark = pytest.mark.xdist_group("compiled")  # one process: each target tak
 
 FORWARD = {"normaliser_kernel", "gamma_kernel", "aggregate_kernel", "prefix_kernel", "read_kernel"}
 GMA = FORWARD | {"quotient_kernel", "centre_kernel", "value_kernel", "mixture_kernel"}
+ATTENTION = {"forward_kernel", "query_kernel", "key_kernel", "value_kernel"}
+SCAN = {"forward_kernel", "backward_kernel"}
 TALA = {"states_kernel", "read_kernel", "gradient_kernel"}
 
 
@@ -34,6 +36,9 @@ def test_every_kernel_is_compiled_in_every_configuration(rows):
     tala = [kernels for name, kernels in by_name.items() if name.startswith("tala")]
     assert len(tala) == 4
     assert all(kernels == TALA for kernels in tala)
+    for word, kernels in (("attention", ATTENTION), ("scan", SCAN)):
+        found = [k for name, k in by_name.items() if name.startswith(word)]
+        assert found == [kernels] * 3
     # without inputs in the dtype a kernel is the same in all of them, and listed once
     assert by_name["gma K64 R64 V64 bfloat16"] == GMA - {"prefix_kernel", "gamma_kernel", "centre_kernel"}
 

@@ -20,7 +20,7 @@ from mixproof.reference import operator as find_operator
 from mixproof.reference.spec import Operator
 from mixproof.verify.arithmetic import DTYPES, LARGEST, round_to
 from mixproof.verify.errors import UsageError
-from mixproof.verify.regimes import DEFAULTS, REGIMES, Draw
+from mixproof.verify.regimes import BOUNDED, DEFAULTS, REGIMES, Draw
 
 STATES = ("absent", "zero", "random", "tiny", "large")
 Arrays = dict[str, Any]
@@ -73,7 +73,7 @@ class Case:
         scale = {"zero": 0.0, "tiny": 2.0**-30, "large": 2.0**10}.get(self.state, 1.0)
         for x in operator.inputs:
             if x.role == "state" and x.name in values:
-                values[x.name] = values[x.name] * scale
+                values[x.name] = values[x.name] * (min(scale, 1.0) if x.domain in BOUNDED else scale)
             if x.role == "scalar" and isinstance(values[x.name], float):
                 values[x.name] = float(round_to(np.asarray(values[x.name]), "float32"))
             elif x.role != "scalar" and x.name in values:

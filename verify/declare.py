@@ -49,8 +49,9 @@ class Declaration:
     def arithmetic(self, dtype: str) -> Arithmetic:
         """The roundings allowed at one input dtype."""
         changes: dict[str, Any] = {"exp_ulps": self.exp_ulps, "distance": self.distance}
-        tokens = {x.domain for x in find_operator(self.operator).inputs if x.role == "token"}
-        if tokens & {"log_decay", "signed_decay"}:
+        inputs = find_operator(self.operator).inputs
+        tokens = {x.domain for x in inputs if x.role == "token"}
+        if tokens & {"log_decay", "signed_decay"} or {x.domain for x in inputs} & {"rate", "log_rate"}:
             changes["span"] = self.chunk or 1
         if dtype != "float64":
             named = {"dot": self.dot, "accumulate": self.accumulate, "intermediate": self.intermediate}

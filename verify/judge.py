@@ -27,19 +27,21 @@ class Profile:
     """How long to look. `examples`: random cases for a law of search weight one; `small`: the short atlas only, and
     of a slow implementation only the core laws; `slow_cases`: how many of the atlas's cases a slow one gets for a core
     law, and half as many, no random ones and none longer than a chunk and a token, for another, if it is `brief`;
+    `most`: how many of the atlas's cases any implementation gets for a core law, and one for another, none longer;
     `all_threads`: as many as the framework likes, where one is several times faster on small cases."""
 
     name: str
     examples: int
     small: bool = False
     slow_cases: int = 4
+    most: int | None = None
     derandomise: bool = True
     all_threads: bool = False
     brief: bool = True
 
 
 PROFILES = {
-    "smoke": Profile("smoke", 0, small=True, slow_cases=2),
+    "smoke": Profile("smoke", 0, small=True, slow_cases=1, most=2),
     "ci": Profile("ci", 12),
     "nightly": Profile("nightly", 400, slow_cases=1000, derandomise=False, all_threads=True, brief=False),
 }
@@ -109,7 +111,10 @@ def _searched(subject: Subject, law: Law, profile: Profile, seed: int, cell: str
     domain = subject.domain()
     outcomes: list[Outcome] = []
     broken = None
+    enough = _most(subject, law, profile) if not subject.slow else None
     for case in _cases(subject, law, domain, profile):
+        if enough and sum(o.worst is not None for o in outcomes) >= enough:
+            break
         outcome = evaluate(subject, law, dataclasses.replace(case, seed=case.seed + seed))
         outcomes.append(outcome)
         if outcome.broken:
@@ -149,8 +154,14 @@ def _cases(subject: Subject, law: Law, domain: Domain, profile: Profile) -> Iter
     cases = law.plan(domain, profile.small or slow)
     seen = set()
     brief = _briefly(subject, law, profile)
-    for case in few(cases, profile.slow_cases // (2 if brief else 1)) if slow else cases:
-        if brief or (slow and profile.small):  # one chunk and a token more
+    most = _most(subject, law, profile)
+    if slow and most:
+        cases = few(cases, most)
+    elif most:  # spread over the plan; the others stand by for those that compare nothing
+        listed = list(cases)
+        cases = [*few(listed, most), *listed]
+    for case in cases:
+        if brief or (most and profile.small):  # one chunk and a token more
             longest = domain.chunk + 1
             case = case.resized(**{a: domain.fit(a, min(n, longest)) for a, n in case.sizes if a in ("T", "S")})
         if slow and profile.small:
@@ -158,6 +169,13 @@ def _cases(subject: Subject, law: Law, domain: Domain, profile: Profile) -> Iter
         if case not in seen:
             seen.add(case)
             yield case
+
+
+def _most(subject: Subject, law: Law, profile: Profile) -> int | None:
+    """How many cases of the atlas the implementation gets for this law; None: all."""
+    if subject.slow:
+        return max(1, profile.slow_cases // (2 if _briefly(subject, law, profile) else 1))
+    return profile.most if law.core or profile.most is None else 1
 
 
 def _briefly(subject: Subject, law: Law, profile: Profile) -> bool:

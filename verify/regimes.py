@@ -27,6 +27,7 @@ DEFAULTS: dict[str, Callable[[Generator, tuple[int, ...]], np.ndarray]] = {
     "state": lambda g, shape: g.normal(size=shape),
     "mass": lambda g, shape: np.abs(g.normal(size=shape)),
     "feature": lambda g, shape: g.normal(size=shape),
+    "direction": lambda g, shape: g.normal(size=shape),
     "positive": lambda g, shape: np.exp(0.7 * g.normal(size=shape)),
     "head": lambda g, shape: g.choice([1.0, 2.0, 3.0, 4.0, 8.0], size=shape),
     "gain": lambda g, shape: g.choice([1.0, 1.0, 0.75, -0.5], size=shape),
@@ -36,14 +37,17 @@ DEFAULTS: dict[str, Callable[[Generator, tuple[int, ...]], np.ndarray]] = {
     "router": lambda g, shape: g.normal(size=shape),
     "logit_token": lambda g, shape: g.normal(size=shape),
     "weight": lambda g, shape: g.normal(size=shape) / np.sqrt(shape[-2]),
+    "small_weight": lambda g, shape: g.normal(size=shape) / (4 * np.sqrt(shape[-2])),
     "norm_gain": lambda g, shape: 1 + 0.2 * g.normal(size=shape),
     "norm_bias": lambda g, shape: 0.2 * g.normal(size=shape),
     "latent": lambda g, shape: g.normal(size=shape),
     "step": lambda g, shape: 0.5 * np.abs(g.normal(size=shape)) + 2.0**-6,
     "rate": lambda g, shape: -np.exp(0.7 * g.normal(size=shape)),
+    "log_rate": lambda g, shape: 0.7 * g.normal(size=shape),
     "unit": lambda g, shape: _unit(g.normal(size=shape)),
     "unit_gate": lambda g, shape: g.choice([0.0, 0.1, 0.25, 0.5, 0.9, 1.0], size=shape),
     "learning_rate": lambda g, shape: g.choice([0.0, 1 / 16, 0.1, 0.25, 0.5], size=shape),
+    "target": lambda g, shape: 0.25 * g.normal(size=shape),  # of a memory of two layers, which diverges from far ones
     "logit_bias": lambda g, shape: g.normal(size=shape) - 1,
 }
 
@@ -86,6 +90,8 @@ class Regime:
 
 TOKENS = ("routing", "query", "key", "feature", "positive")
 DECAYS = ("decay", "signed_decay", "gain")
+# domains outside which an input has no meaning, or what it is part of diverges
+BOUNDED = ("step", "unit", "unit_gate", "learning_rate", "target", "weight", "small_weight")
 
 
 def _by_token(a: np.ndarray, row: np.ndarray) -> np.ndarray:
@@ -201,6 +207,7 @@ VALUE = frozenset({"value"})
 GMA = frozenset({"log_variance"})
 DECAY = frozenset({*DECAYS, "log_decay"})
 DOT = frozenset({"key"})
+GATE = frozenset({"unit_gate"})
 
 REGIMES: dict[str, Regime] = {
     "normal": Regime(lambda d: None, "standard normal values"),
@@ -245,6 +252,17 @@ REGIMES: dict[str, Regime] = {
         "logarithms of decays",
         frozenset({"signed_decay", "gain"}),
     ),
+    "stiff": Regime(
+        lambda d: d.map(lambda a: 64 * a, "step"),
+        "steps far longer than what decays",
+        frozenset({"step"}),
+        extreme=True,
+    ),
+    "brief": Regime(
+        lambda d: d.map(lambda a: 2.0**-16 * a, "step"), "steps so short that exp(z) - 1 cancels", frozenset({"step"})
+    ),
+    "shut": Regime(lambda d: d.fill(0.0, "unit_gate"), "gates exactly zero", GATE),
+    "open": Regime(lambda d: d.fill(1.0, "unit_gate"), "gates exactly one: quotients of products", GATE),
     "late_head": Regime(lambda d: d.fill(16.0, "head"), "1 - e^-h rounds to one", frozenset({"head"})),
     "huge": Regime(_huge, "squares overflow", frozenset({"feature"}), extreme=True),
     "unequal": Regime(_unequal, "ties; one expert far ahead", frozenset({"logit_token"})),

@@ -1,4 +1,5 @@
-"""Outputs before a position do not change, bit for bit, when later tokens do; nor when they become huge.
+"""Outputs before a position do not change, bit for bit, when later tokens do; nor when they become huge, as far as
+they may: gates stay in [0, 1], and keys of norm one keep it.
 
 A planted NaN is judged only for implementations that declare `isolates_nan`: 0 * NaN under a multiplicative mask is
 honest arithmetic."""
@@ -10,6 +11,7 @@ import numpy as np
 from mixproof.verify.arithmetic import round_to
 from mixproof.verify.case import Case, Domain, atlas
 from mixproof.verify.laws.law import Law, axes_of, few, needs_causal, token_inputs, with_causal
+from mixproof.verify.regimes import BOUNDED, DEFAULTS
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
 
@@ -31,8 +33,11 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
         for what, size in changes.items():
             changed = dict(inputs)
             for name in token_inputs(subject, inputs):
-                x = inputs[name].copy()
-                x[:, :, at:] = round_to(size * generator.normal(size=x[:, :, at:].shape), case.dtype)
+                x, domain = inputs[name].copy(), subject.operator.input(name).domain
+                shape = x[:, :, at:].shape
+                bounded = domain in BOUNDED and np.isfinite(size)
+                drawn = DEFAULTS[domain](generator, shape) if bounded else size * generator.normal(size=shape)
+                x[:, :, at:] = round_to(drawn, case.dtype)
                 changed[name] = x
             after = subject.run(changed, case.dtype)
             evidence += [

@@ -16,7 +16,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     first, again = subject.run(inputs, case.dtype), subject.run(inputs, case.dtype)
     other = dict(inputs)
     for x in subject.operator.inputs:
-        if x.role == "scalar" and x.domain not in ("flag", "count") and x.name in subject.takes:
+        if x.role == "scalar" and x.domain not in ("flag", "count", "stride", "position") and x.name in subject.takes:
             other[x.name] = float(np.float32((inputs[x.name] or 0.0) + 0.25))  # no scale means that of the width
         elif x.role == "token":
             other[x.name] = inputs[x.name][::-1] * 0.5

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mixproof.verify.case import Case, Domain, atlas
-from mixproof.verify.laws.law import Law, axes_of, expect, few, needs_state, token_inputs
+from mixproof.verify.laws.law import Law, axes_of, expect, few, needs_state, token_inputs, with_causal
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
 
@@ -14,6 +14,7 @@ EVERY = 16  # sequences up to this length are split everywhere, longer ones arou
 
 
 def check(subject: Subject, case: Case) -> list[Evidence]:
+    case = with_causal(case)
     T, C = case.size("T"), subject.domain().chunk
     domain = subject.domain()
     inputs = subject.inputs(case)

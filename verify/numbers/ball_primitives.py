@@ -12,6 +12,7 @@ import numpy as np
 
 from mixproof.reference import primitives
 from mixproof.verify.arithmetic import LARGEST, UNDERFLOW, UNIT
+from mixproof.verify.numbers.ball_recurrences import RECURRENCES
 
 if TYPE_CHECKING:
     from mixproof.verify.numbers.ball import Ball, Reading
@@ -179,7 +180,7 @@ def _summed(r: Reading, size: np.ndarray, start: int, stop: int) -> Any:
     span = r.arithmetic.span
     if span == 1:
         return 0
-    total = np.concatenate([np.zeros_like(size[:1]), np.cumsum(size, axis=0)])
+    total = np.concatenate([np.zeros((1, *size.shape[1:])), np.cumsum(size, axis=0)])
     t = np.arange(start, stop + 1)
     summed = total[t] - total[np.maximum(t - span, 0)]
     steps = np.maximum(t[:, None] - t[None, :], 0).reshape(len(t), len(t), *(1,) * (size.ndim - 1))
@@ -189,7 +190,7 @@ def _summed(r: Reading, size: np.ndarray, start: int, stop: int) -> Any:
 
 def _segments(r: Reading, v: np.ndarray, most: np.ndarray, step: np.ndarray, extra: Any) -> Ball:
     """Products v of steps whose sizes are at most `most`, each off by a factor within exp(step), all by exp(extra)."""
-    sums = np.concatenate([np.zeros_like(step[:1]), np.cumsum(step, axis=0)])
+    sums = np.concatenate([np.zeros((1, *step.shape[1:])), np.cumsum(step, axis=0)])
     d = np.maximum(sums[:, None] - sums[None, :], 0) + extra
     diagonal = np.eye(len(v), dtype=bool).reshape(len(v), len(v), *(1,) * (v.ndim - 2))
     most = primitives.segment_products(most)
@@ -394,4 +395,5 @@ PRIMITIVES: Mapping[Any, Callable[..., Any]] = {
     primitives.phi1: _phi1,
     primitives.phi1_slope: _phi1_slope,
     primitives.elu_plus_one: _elu_plus_one,
+    **RECURRENCES,
 }

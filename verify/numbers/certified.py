@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import mpmath
 import numpy as np
 
+from mixproof.reference import primitives
 from mixproof.verify.numbers.array import NotDefined, Numbers, Stored, boxed
 from mixproof.verify.numbers.objects import ARITHMETIC, ORDER, ObjectSystem
 
@@ -99,6 +100,7 @@ class Real(ObjectSystem):
 
     def __init__(self, name: str, precision: int, functions: dict[str, Callable[..., Any]]) -> None:
         self.name, self.precision = f"{name} of {precision} bits", precision
+        self.primitives = {primitives.phi1_slope: _phi1_slope}
         super().__init__(ARITHMETIC | {"power": self.power, "absolute": abs} | functions)
 
     def number(self, x: Any) -> Any:
@@ -299,6 +301,12 @@ _OPPOSITE = {
     "equal": "not_equal",
     "not_equal": "equal",
 }
+
+
+def _phi1_slope(z: Numbers) -> Any:
+    """Without the series, which is cut off: the digits that cancel are there."""
+    safe = np.where(z == 0, 1, z)
+    return np.where(z == 0, 1 / 2, (np.exp(safe) - np.expm1(safe) / safe) / safe)
 
 
 def _three_valued(yes: Callable[..., bool], no: Callable[..., bool]) -> Callable[..., bool | None]:

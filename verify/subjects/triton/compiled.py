@@ -95,13 +95,18 @@ def configurations() -> dict[str, Callable[[], Any]]:
 
         return run
 
-    return {
-        "gma K64 R64 V64 float32": call(64, 64, 64, torch.float32),
-        "gma K64 R64 V64 bfloat16": call(64, 64, 64, torch.bfloat16, "causal"),
-        "gma K512 R64 V256 float16": call(512, 64, 256, torch.float16, "alone all"),
-        "gma K20 R3 V33 float32": call(20, 3, 33, torch.float32, H=3, T=65),
-        "gma K1 R1 V1 float32": call(1, 1, 1, torch.float32, H=1, T=1),
-    } | _tala_configurations()
+    return (
+        {
+            "gma K64 R64 V64 float32": call(64, 64, 64, torch.float32),
+            "gma K64 R64 V64 bfloat16": call(64, 64, 64, torch.bfloat16, "causal"),
+            "gma K512 R64 V256 float16": call(512, 64, 256, torch.float16, "alone all"),
+            "gma K20 R3 V33 float32": call(20, 3, 33, torch.float32, H=3, T=65),
+            "gma K1 R1 V1 float32": call(1, 1, 1, torch.float32, H=1, T=1),
+        }
+        | _tala_configurations()
+        | _attention_configurations()
+        | _scan_configurations()
+    )
 
 
 def _tala_configurations() -> dict[str, Callable[[], Any]]:
@@ -130,6 +135,55 @@ def _tala_configurations() -> dict[str, Callable[[], Any]]:
         "tala K128 V128 bfloat16": call(128, 128, torch.bfloat16, "constant log"),
         "tala K20 V33 float16": call(20, 33, torch.float16, "constant", H=3, T=65),
         "tala K1 V1 float32": call(1, 1, torch.float32, "signed", H=1, T=1),
+    }
+
+
+def _attention_configurations() -> dict[str, Callable[[], Any]]:
+    """The same for blockwise softmax and sigmoid attention."""
+    import torch
+
+    from mixproof.verify.subjects.triton.sigmoid_attention import sigmoid_attention
+    from mixproof.verify.subjects.triton.softmax_attention import softmax_attention
+
+    def call(D: int, V: int, dtype: torch.dtype, kinds: str, H: int = 2, T: int = 128) -> Callable[[], Any]:
+        def run() -> None:
+            q, k, v = (torch.zeros(1, T, H, n, dtype=dtype, requires_grad=True) for n in (D, D, V))
+            for kind in kinds.split():
+                if kind == "sigmoid":
+                    O, _, _ = sigmoid_attention(q, k, v, torch.zeros(H))
+                else:
+                    O = softmax_attention(q, k, v, causal=kind == "causal")
+                (O * O).sum().backward()
+
+        return run
+
+    return {
+        "attention D64 V64 float32": call(64, 64, torch.float32, "causal sigmoid"),
+        "attention D20 V33 float16": call(20, 33, torch.float16, "full", H=3, T=65),
+        "attention D1 V1 float32": call(1, 1, torch.float32, "sigmoid", H=1, T=1),
+    }
+
+
+def _scan_configurations() -> dict[str, Callable[[], Any]]:
+    """The same for Mamba's selective scan."""
+    import torch
+
+    from mixproof.verify.subjects.triton import mamba
+
+    def call(D: int, N: int, dtype: torch.dtype, T: int = 128) -> Callable[[], Any]:
+        def run() -> None:
+            u, delta, B, C = (torch.zeros(1, T, n, dtype=dtype, requires_grad=True) for n in (D, D, N, N))
+            A, skip = torch.zeros(D, N), torch.zeros(D)
+            for scan in (mamba.zero_order_hold, mamba.euler):
+                y, h = scan(u, delta, A, B, C, skip, torch.zeros(1, D, N))
+                ((y * y).sum() + h.sum()).backward()
+
+        return run
+
+    return {
+        "scan D64 N16 float32": call(64, 16, torch.float32),
+        "scan D33 N100 bfloat16": call(33, 100, torch.bfloat16, T=65),
+        "scan D1 N1 float32": call(1, 1, torch.float32, T=1),
     }
 
 

@@ -40,9 +40,10 @@ def activate() -> None:
             raise RuntimeError("there is no GPU, and TRITON_INTERPRET forbids the interpreter")
         return
     from mixproof.verify.subjects.triton.canaries import CANARIES, alive
-    from mixproof.verify.subjects.triton.repairs import REPAIRS
+    from mixproof.verify.subjects.triton.repairs import REPAIRS, vectorised_scan
 
     if not _outcomes:
+        vectorised_scan()
         # all before any: a repair may cure two defects, and a caller wants to know which were there
         before = {canary.name: not alive(canary) for canary in CANARIES}
         for canary in CANARIES:
