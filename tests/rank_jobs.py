@@ -74,7 +74,8 @@ def who():
 def outcome(function, arguments):
     """What a rank raised for its arguments, as text."""
     try:
-        return function(*arguments)
+        with torch.set_grad_enabled(arguments.pop("grad", True)):
+            return function(**arguments)
     except (TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -106,7 +107,7 @@ WAYS = {
 
 
 def gradients_of_some():
-    """Only the last rank's values require a gradient: backwards all take part."""
+    """Of the last rank's values, which alone require any; the q, k and v of a rank are its number, from 1."""
     x = [torch.full((1, 2, 1, 1), 1.0 + dist.get_rank()) for _ in range(3)]
     x[2].requires_grad_(dist.get_rank() == dist.get_world_size() - 1)
     O, S = sharded.retention(*x, torch.full((1,), 0.5))

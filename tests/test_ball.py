@@ -20,7 +20,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mixproof.reference import OPERATORS, primitives
 from mixproof.verify import oracle
-from mixproof.verify.arithmetic import UNDERFLOW, UNIT, Arithmetic, holds, natural, round_to
+from mixproof.verify.arithmetic import LARGEST, UNDERFLOW, UNIT, Arithmetic, holds, natural, round_to
 from mixproof.verify.case import Case, Domain
 from mixproof.verify.numbers.ball import SLACK, Ball, Reading, tolerance
 from mixproof.verify.numbers.ball_primitives import PRIMITIVES
@@ -358,7 +358,8 @@ def _unit(M: Machine, x: Any, eps: float) -> Perturbed:
     """The sum of squares as it is, or of entries over the largest; a quotient, or a product with the reciprocal."""
     x = plain(x)
     top = np.max(np.abs(x), axis=-1, keepdims=True)
-    top = np.where((top == 0) | (M.distance in ("quotient", "late")), 1, top)
+    fits = top * top * x.shape[-1] < LARGEST[M.arithmetic.intermediate] / 4
+    top = np.where((top == 0) | (fits & (M.distance in ("quotient", "late"))), 1, top)
     y = M.divide(x, top)
     norm = M.round(np.sqrt(M.sum(np.moveaxis(M.multiply(y, y), -1, 0))), ROOT)[..., None]
     norm = np.maximum(norm, M.divide(M.constant(eps), top))
@@ -697,6 +698,14 @@ def test_errors_of_arguments_reach_results(name: str, size: float) -> None:
         if not ball.reading.vacuous:
             ratios += [worst(ball, f(x + h * random.choice([-1, 1], size=4))) for _ in range(16)]
     assert 0.5 < max(ratios) <= SLACK  # it is attained, up to float64's own rounding
+
+
+def test_what_is_next_to_nothing_beside_a_weight_of_one_may_outgrow_it() -> None:
+    """The weights 1 and e^-130, the second logit off by 140: e^-130 is lost in 1 + e^-130, and may be all of it."""
+    p = primitives.softmax(Reading(wide).ball(X([0.0, -130.0])).widened(X([0.0, 140.0])))
+    assert p.v[0] == 1
+    assert p.radius[0] > 0.9999
+    assert primitives.softmax(Reading(wide).ball(X([0.0, -130.0])).widened(X([0.0, 1.0]))).radius[0] < 1e-14
 
 
 def test_a_radius_too_small_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,8 @@ ADAPTERS = (
     x_transformers_sigmoid,
 )
 
+FAR = 10.0  # error / bound of what is another function
+
 
 def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
@@ -143,7 +145,7 @@ def test_what_is_released_is_not_the_zero_order_hold() -> None:
     name = "mamba.euler/transformers.mamba_selective_scan"
     scan, held = declared()[name], alike(name, transformers_mamba.scan, operator="mamba.zoh")
     assert ratio(scan, drawn(scan, sizes)) <= 1
-    assert ratio(held, drawn(held, sizes)) > 1000
+    assert ratio(held, drawn(held, sizes)) > FAR
 
 
 def in_two_calls(first: int, argument: str = "cache") -> Subject:
@@ -167,7 +169,7 @@ def test_a_second_call_of_several_tokens_forgets_the_state() -> None:
     """One token goes on from the cache. Of two, the convolution goes on from it, and the scan starts from zero."""
     case = drawn(in_two_calls(1), BLOCK | {"T": 3, "W": 2})
     assert ratio(in_two_calls(2), case) <= 1
-    assert ratio(in_two_calls(1), case) > 1000
+    assert ratio(in_two_calls(1), case) > FAR
 
     def restarted(x: Tensor, **weights: Tensor) -> Tensor:
         first, u, h = transformers_mamba.decode_block(x[:, :1], **weights)
@@ -184,7 +186,7 @@ def test_a_second_call_of_several_tokens_forgets_the_state() -> None:
 def test_a_cache_by_another_name_is_ignored() -> None:
     case = drawn(in_two_calls(2), BLOCK | {"T": 3, "W": 2})
     assert ratio(in_two_calls(2), case) <= 1
-    assert ratio(in_two_calls(2, "past_key_values"), case) > 1000
+    assert ratio(in_two_calls(2, "past_key_values"), case) > FAR
 
 
 @needs("mambapy")
@@ -197,7 +199,7 @@ def test_a_step_with_one_tap_reads_the_token_before() -> None:
     assert ratio(step, first) <= 1
     assert ratio(step, second) <= 1
     assert ratio(step, one.resized(T=1)) <= 1
-    assert ratio(step, one) > 1000
+    assert ratio(step, one) > FAR
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
@@ -237,7 +239,7 @@ def test_x_transformers_deals_its_heads_out_to_the_groups_in_turn() -> None:
 
     case = drawn(attend(True), {"B": 2, "T": 4, "G": 2, "M": 3, "K": 3, "V": 2})
     assert ratio(attend(True), case) <= 1
-    assert ratio(attend(False), case) > 1000
+    assert ratio(attend(False), case) > FAR
 
 
 @needs("transformers")
@@ -280,14 +282,14 @@ def test_zaya_multiplies_keys_by_its_temperature() -> None:
     """The paper has e^beta, the code a factor of either sign, zero before training: every key counts alike then."""
     name = "ccgqa/transformers.ZayaAttention.sdpa"
 
-    def linear(beta, **rest):
+    def linear(beta, norm_eps, **rest):
         return transformers_zaya.sdpa(beta=beta.log1p(), **rest)  # e^beta = 1 + beta, the start of the series
 
     subject = alike(name, linear)
     sizes = {"B": 1, "T": 4, "G": 2, "M": 2, "K": 4, "V": 2, "W": 2, "J": 2}
     case = drawn(subject, sizes)
     assert ratio(declared()[name], case) <= 1
-    assert ratio(subject, case) > 1000
+    assert ratio(subject, case) > FAR
     module = transformers_zaya.zaya("sdpa", 2, 2, 4, 2, 2)
     assert type(module.qk_norm)(module.config).temp.tolist() == [0, 0]
 
@@ -307,7 +309,7 @@ def test_a_short_context_gets_the_first_mixing_weights() -> None:
 
     case = drawn(for_longer(True), {"B": 1, "T": 3, "S": 5, "K": 4, "V": 4, "X": 3})
     assert ratio(for_longer(True), case) <= 1
-    assert ratio(for_longer(False), case) > 1000
+    assert ratio(for_longer(False), case) > FAR
 
 
 # --------------------------------------------------------------------------------------------------------------- Titans
@@ -342,7 +344,7 @@ def test_the_default_takes_all_gradients_at_the_first_memory() -> None:
     linear = titans("titans.linear", None)
     case = drawn(linear, TITANS, state="random")
     assert ratio(titans("titans.linear", 1), case) <= 1
-    assert ratio(linear, case) > 1000
+    assert ratio(linear, case) > FAR
     assert ratio(linear, case.resized(T=1)) <= 1
 
 
@@ -354,7 +356,7 @@ def test_the_default_loss_is_a_mean_over_channels() -> None:
     short = titans("titans.linear", 1, store_memory_loss_fn=loss)
     case = drawn(exact, TITANS | {"K": 4, "V": 4}, state="random")
     assert ratio(exact, case) <= 1
-    assert ratio(short, case) > 1000
+    assert ratio(short, case) > FAR
 
 
 @needs("fla")
@@ -479,7 +481,7 @@ def test_without_their_constants_the_last_row_is_the_performers() -> None:
     (evidence,) = law("forward").check(subject, case)
     ratios = evidence.ratios()
     assert np.max(ratios[:, :, -1]) <= 1
-    assert np.min(np.max(ratios[:, :, :-1], axis=-1)) > 1000
+    assert np.min(np.max(ratios[:, :, :-1], axis=-1)) > FAR
 
 
 @needs("performer_pytorch")

@@ -267,6 +267,7 @@ REGIMES: dict[str, Regime] = {
     "huge": Regime(_huge, "squares overflow", frozenset({"feature"}), extreme=True),
     "unequal": Regime(_unequal, "ties; one expert far ahead", frozenset({"logit_token"})),
     "scaled": Regime(lambda d: d.scalar(0.375, "scale"), "a scale that is not the default", frozenset({"scale"})),
+    "strided": Regime(lambda d: d.scalar(3, "stride"), "a stride that is not the default", frozenset({"stride"})),
     "single": Regime(lambda d: d.scalar(1, "count"), "one head, or one expert", frozenset({"count"})),
     "increasing": Regime(_increasing, "the running maximum moves at every key", DOT, extreme=True),
     "negative": Regime(

@@ -116,24 +116,23 @@ def memory_space() -> Finding:
     source="6.2",
     verdict="holds only if",
     evidence="exact arithmetic",
-    why="chunks are of one token, or keys in a chunk are orthogonal and nothing is forgotten: k = 1, 1 with v = 1, 1 gives"
-    " a memory of 2 instead of 1",
+    why="chunks are of one token, or the keys of a chunk are orthogonal and the memory is empty before it: k = 1, 1 with"
+    " v = 1, 1 gives a memory of 2 instead of 1",
 )
 def chunk_training() -> Finding:
     def differ(tokens: tuple[Any, ...], size: int) -> bool:
         online, chunks = titans.recurrent(*tokens), titans.chunked_recurrent(*tokens, size=size)
         return not all(np.all(np.asarray(a == b)) for a, b in zip(online, chunks, strict=True))
 
-    repeated, orthogonal = _tokens([[1], [1]], [[1], [1]]), _tokens(UNIT, [[1], [2]])
     gates = Fraction(1, 3), Fraction(1, 4)
-    single = _tokens([[1], [2]], [[1], [1]], *gates)
+    repeated, orthogonal = _tokens([[1], [1]], [[1], [1]]), _tokens(UNIT, [[1], [2]], *gates)
     memories = [form(*repeated)[1].data[0, 0] for form in (titans.recurrent, lambda *t: titans.chunked_recurrent(*t, 2))]
-    forgetting = differ(_tokens(UNIT, [[1], [2]], *gates), 2)
+    later = differ(_tokens([HALFWAY, HALFWAY, *UNIT], [[1]] * 4, *gates), 2)
     return conditional(
-        not differ(single, 1) and not differ(orthogonal, 2),
+        not differ(repeated, 1) and not differ(orthogonal, 2),
         not differ(repeated, 2),
-        f"equal keys: memory {memories[0]} online, {memories[1]} in one chunk; orthogonal keys, from an empty memory with"
-        f" gates that forget, {'differ too' if forgetting else 'agree as well'}",
+        f"equal keys: memory {memories[0]} online, {memories[1]} in one chunk; orthogonal keys of a first chunk agree, of a"
+        f" second one {'differ' if later else 'agree'}",
     )
 
 
@@ -170,5 +169,5 @@ def reading_rule() -> Finding:
     gates = [np.zeros(1)] * 3
     y, after, _ = titans.recurrent(q, 0 * q, 0 * q, *gates, M)
     return conditional(
-        same(y, q @ M.T) and same(after, M), same(y, y * (y @ M.T)), f"M = 2, q = 3: y = {y.item():g}, M y = {2 * y.item():g}"
+        same(y, q @ M.T) and same(after, M), same(y, y * (y @ M.T)), f"M = 2, q = 3: M q = {y.item():g}, and y (x) M y = {2 * y.item() ** 2:g}"
     )

@@ -238,15 +238,13 @@ def _order(a: Sequence[Sequence[Fraction]], b: Sequence[Fraction]) -> int:
     c = [sum(row, Fraction(0)) for row in rows]
     ac, squares = through(c), [x * x for x in c]
     conditions = (
-        {weighed(): 1},
-        {weighed(c): 2},
-        {weighed(squares): 3, weighed(ac): 6},
-        {weighed(squares, c): 4, weighed(c, ac): 8, weighed(through(squares)): 12, weighed(through(ac)): 24},
+        [(1, weighed())],
+        [(2, weighed(c))],
+        [(3, weighed(squares)), (6, weighed(ac))],
+        [(4, weighed(squares, c)), (8, weighed(c, ac)), (12, weighed(through(squares))), (24, weighed(through(ac)))],
     )
-    for order, wanted in enumerate(conditions):
-        if any(total * n != 1 for total, n in wanted.items()):
-            return order
-    return len(conditions)
+    broken = (order for order, wanted in enumerate(conditions) if any(n * total != 1 for n, total in wanted))
+    return next(broken, len(conditions))
 
 
 @claim(

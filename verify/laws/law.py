@@ -182,7 +182,9 @@ def token_inputs(subject: Subject, inputs: Mapping[str, Any]) -> list[str]:
 
 def stateless(subject: Subject, case: Case) -> dict[str, Any]:
     """The inputs of a case, states left out."""
-    return {n: x for n, x in subject.inputs(case).items() if subject.operator.input(n).role != "state"}
+    operator = subject.operator
+    inputs = {n: x for n, x in subject.inputs(case).items() if operator.input(n).role != "state"}
+    return inputs | ({operator.position: 0} if operator.position else {})
 
 
 def scalable(domain: Domain, small: bool) -> list[Case]:

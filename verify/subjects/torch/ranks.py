@@ -189,11 +189,16 @@ class Ranks:
         """Those first that wait for nobody."""
         for rank in ranks:
             os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
-        time.sleep(GRACE)
+        deadline = time.monotonic() + 4 * GRACE
+        while time.monotonic() < deadline and not all(map(self._stack, ranks)):
+            time.sleep(GRACE / 5)
+        time.sleep(GRACE / 5)  # to write it to its end
         stacks = {rank: self._stack(rank) for rank in ranks}
         guilty = [rank for rank, stack in stacks.items() if _COLLECTIVES not in stack] or ranks
         named = f"rank{'s' * (len(guilty) > 1)} {', '.join(map(str, guilty))} of {self.count}"
-        told = [f"\nrank {rank}:{_indented(stack or 'stopped, or busy outside Python')}" for rank, stack in stacks.items()]
+        told = [
+            f"\nrank {rank}:{_indented(stack or 'stopped, or busy outside Python')}" for rank, stack in stacks.items()
+        ]
         return f"{named} gave no answer within {seconds:g} s" + "".join(told)
 
     def _stack(self, rank: int) -> str:

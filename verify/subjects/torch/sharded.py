@@ -81,7 +81,7 @@ def mlra(
     scalars = {"scale": scale, "base": base, "eps": eps}
 
     def check() -> None:
-        whole_mlra.check(*tensors.values(), scale, base, eps)
+        whole_mlra.check(qc, qr, c, kr, gain, Uk, Uv, scale, base, eps, C0, Kr0)
         arguments.slices(0, chunk)
 
     blocks, differentiable = agreed(group, check, whole_mlra.AXES, tensors, scalars, "X")
