@@ -167,7 +167,7 @@ def _scale(q: Array, scale: float | None) -> float:
 
 OPERATOR = Operator(
     name="softmax_attention.cached",
-    summary="O = softmax(scale Q Kc^T) Vc, causal, M heads a group, over a cache that grows by the tokens of the call",
+    summary="O = softmax(scale Q Kc^T) Vc, causal, M heads a group, over a growing cache",
     source="survey, Standard Attention; Vaswani et al. 2017 (1); Ainslie et al. 2023",
     inputs=(
         Input("q", ("T", "G", "M", "K"), "token", "query"),

@@ -141,7 +141,7 @@ def _operator(name: str, index: bool, sees: str) -> Operator:
     forms = {"interleaved": interleaved, "pairwise": pairwise, "decode": decode}
     return Operator(
         name=name,
-        summary=f"O_h = sum_p r_hp softmax(scale Q K^T) V at places t J + p, pseudo-heads mixed from heads; {sees}",
+        summary=f"O_h = sum_p r_hp softmax(scale Q K^T) V, J pseudo-heads at places t J + p; {sees}",
         source="survey, Interleaved Head Attention, read with J pseudo-heads a head; Duvvuri et al. 2026",
         inputs=(
             Input("q", ("T", "N", "K"), "token", "query"),

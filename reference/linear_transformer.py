@@ -62,7 +62,7 @@ def _features(q: Array, k: Array, v: Array, S0: Array, z0: Array) -> tuple[Array
 
 OPERATOR = Operator(
     name="linear_transformer",
-    summary="o_i = phi(q_i) S_i / (phi(q_i) . z_i + eps), S and z sums of phi(k)^T v and phi(k); phi(x) = elu(x) + 1",
+    summary="o_i = phi(q_i) S_i / (phi(q_i) . z_i + eps), S = sum phi(k)^T v, z = sum phi(k), phi = elu + 1",
     source="survey, Linear Transformer; Katharopoulos et al. 2020 (7)-(12)",
     inputs=(
         Input("q", ("T", "K"), "token", "query"),

@@ -105,6 +105,11 @@ def step(method: Tableau, F: Slope, y: Any) -> Any:
     return combined(y, method.b, stages(method.a, F, y))
 
 
+def learned_step(F: Slope, y: Any, gamma1: Any, gamma2: Any) -> Any:
+    """`rk2_learned` by the tableau of Heun with the learned weights."""
+    return step(Tableau(HEUN.a, (gamma1, gamma2)), F, y)
+
+
 def gated_step(F: Slope, y: Array, W_g: Array, b_g: Array) -> Array:
     """`rk2_gated` by the tableau of Heun with the gate's weights."""
     F1, F2 = stages(HEUN.a, F, y)
@@ -184,7 +189,11 @@ def _operator(
         def forward(given: dict[str, Any]) -> Array:
             check_shapes(operator, given)
             X, block, own = parts(given)
-            return method(lambda Z: field(stored(Z), **block), X, *own)
+
+            def F(Z: Array) -> Array:
+                return field(stored(Z), **block)
+
+            return method(F, X, *own)
 
         return _taking(inputs, forward)
 
@@ -264,14 +273,14 @@ RK2_LEARNED = _operator(
     "rk2_learned",
     "Y = X + gamma_1 F_1 + gamma_2 F_2, F_2 = F(X + F_1)",
     rk2_learned,
-    lambda F, y, gamma1, gamma2: step(Tableau(HEUN.a, (gamma1, gamma2)), F, y),
+    learned_step,
     HEUN.a,
     learned_vjp,
     (Input("gamma1", (), "parameter", "gain"), Input("gamma2", (), "parameter", "gain")),
 )
 RK2_GATED = _operator(
     "rk2_gated",
-    "Y = X + g F_1 + (1 - g) F_2, F_2 = F(X + F_1), with a gate g = sigmoid([F_1, F_2] W_g + b_g)",
+    "Y = X + g F_1 + (1 - g) F_2, F_2 = F(X + F_1), g = sigmoid([F_1, F_2] W_g + b_g)",
     rk2_gated,
     gated_step,
     HEUN.a,

@@ -83,7 +83,7 @@ def _check(x: Array, q: Array, k: Array, v: Array, b: Array, W_O: Array, gain: A
 
 OPERATOR = Operator(
     name="sigmoid_attention.hybrid",
-    summary="Y = x + gain * LN(Concat(O_1, .., O_N) W_O) + bias, O_h the sigmoid attention of a head, causal",
+    summary="Y = x + gain * LN(Concat(O_1, .., O_N) W_O) + bias, O_h causal sigmoid attention",
     source="survey, Sigmoid Attention; Ramapuram et al. 2024",
     inputs=(
         Input("x", ("T", "E"), "token", "feature"),

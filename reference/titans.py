@@ -254,7 +254,7 @@ def _operator(
 
 LINEAR = _operator(
     "titans.linear",
-    "S_t = eta_t S_{t-1} - 2 theta_t (M_{t-1} k_t - v_t) k_t^T; M_t = (1 - alpha_t) M_{t-1} + S_t; y_t = M_t q_t",
+    "S_t = eta_t S_{t-1} - 2 theta_t (M_{t-1} k_t - v_t) k_t^T; M_t = (1 - alpha_t) M_{t-1} + S_t; M_t q_t",
     (Form("chunkwise", chunkwise, chunked=True), Form("recurrent", recurrent)),
     vjp,
     laws=("left_padding",),

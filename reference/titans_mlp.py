@@ -199,8 +199,7 @@ def _initial(
 
 OPERATOR = Operator(
     name="titans.mlp",
-    summary="S_t = eta_t S_{t-1} - theta_t grad ||M_{t-1}(k_t) - v_t||^2; M_t = (1 - alpha_t) M_{t-1} + S_t; "
-    "y_t = M_t(q_t), M(k) = W2 silu(W1 k)",
+    summary="titans.linear with M(k) = W2 silu(W1 k): S_t = eta_t S_{t-1} - theta_t grad ||M_{t-1}(k_t) - v_t||^2",
     source="survey, Titans; Behrouz et al. 2025 (9)-(15)",
     inputs=(
         Input("q", ("T", "K"), "token", "query"),

@@ -80,6 +80,14 @@ def outcome(function, arguments):
         return f"{type(error).__name__}: {error}"
 
 
+def in_group(function, arguments, groups):
+    """On every rank, or with the ranks in turn in one of some groups."""
+    turns = [range(turn, dist.get_world_size(), groups) for turn in range(groups or 0)]
+    made = [dist.new_group(list(turn)) for turn in turns]
+    results = function(**arguments, group=made[dist.get_rank() % groups] if groups else None)
+    return results if isinstance(results, tuple) else (results,)
+
+
 def fail(how, guilty):
     """One rank fails; the others wait for it."""
     if dist.get_rank() == guilty:

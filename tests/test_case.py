@@ -7,7 +7,6 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator
-
 from math import lcm
 
 import numpy as np

@@ -91,7 +91,7 @@ def test_what_holds(mixproof, folder: Path) -> None:
     code, out, err = mixproof("check", "gate.py")
     lines = out.splitlines()
     assert (code, err) == (0, "")
-    assert re.fullmatch(r"mixproof \S+  numpy \S+ .*  profile smoke  seed 0", lines[0])
+    assert re.fullmatch(r"mixproof \S+  numpy \S+ .*  profile short  seed 0", lines[0])
     assert lines[1:4] == ["gate.py:5  mine: retention, float32", "", "retention             mine"]
     assert re.fullmatch(r"  forward +0\.\d+", lines[4])
     assert re.fullmatch(r"\d+ cells hold, 0 broken, \d+ cases, \d+ s", lines[-1])
@@ -437,7 +437,7 @@ SIZES = "B=1 H=1 T=1 K=1 V=1"
         ("check gate.py --json missing/v.json", "--json missing/v.json: No such file or directory"),
         (
             "check gate.py --profile deep",
-            "argument --profile: invalid choice: 'deep' (choose from 'smoke', 'ci', 'nightly')   (",
+            "argument --profile: invalid choice: 'deep' (choose from 'smoke', 'short', 'ci', 'nightly')   (",
         ),
         ("check", "the following arguments are required: FILE[:FUNCTION]   (mixproof check --help)"),
         ("check layout.py", "layout.py: layout axes: 'X' is not one of B, T, H, D"),

@@ -425,5 +425,5 @@ def test_arguments_that_make_no_sense_in_pytorch():
 )  # fmt: skip
 def test_builders_with_nothing_changed_raise_no_alarm(builder):
     for law in ("forward", "vjp", "split"):
-        verdict = judge(builder.subject(), law, PROFILES["smoke"])
+        verdict = judge(builder.subject(), law, PROFILES["short"])
         assert verdict.status == "pass", verdict

@@ -138,7 +138,7 @@ def test_arguments_that_make_no_sense():
 def test_builders_with_nothing_changed_raise_no_alarm():
     mutant = Mutant("block", "mamba.block", "", (), forward=wrong.block(), vjp=wrong.block_vjp())
     for law in ("forward", "vjp", "split"):
-        verdict = judge(mutant.subject(), law, PROFILES["smoke"])
+        verdict = judge(mutant.subject(), law, PROFILES["short"])
         assert verdict.status == "pass", verdict
 
 

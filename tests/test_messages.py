@@ -43,7 +43,7 @@ def subject(function: Callable[..., Any], operator: str = "retention", **options
 
 
 def judged(function: Callable[..., Any], law: str, **options: Any) -> Verdict:
-    return judge(subject(function, **options), law, PROFILES["smoke"])
+    return judge(subject(function, **options), law, PROFILES["short"])
 
 
 def torch_retention(change: Callable[[Any, Any], Any]) -> Callable[..., Any]:

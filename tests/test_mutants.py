@@ -32,7 +32,7 @@ from mixproof.verify.subjects.mutants import (
 )
 from mixproof.verify.subjects.reference import subject as reference_subject
 
-SMOKE = dataclasses.replace(PROFILES["smoke"], most=None, slow_cases=2)  # the whole of the short atlas
+SHORT = PROFILES["short"]
 MUTANTS = {f"{m.operator}/{m.name}": m for m in mutants()}
 FAMILIES = (
     "gma",
@@ -76,7 +76,7 @@ def _no_shrinking(monkeypatch):
 
 
 def verdicts(subject, laws):
-    return {law: judge(subject, law, SMOKE) for law in laws}
+    return {law: judge(subject, law, SHORT) for law in laws}
 
 
 def row(found):
@@ -214,7 +214,7 @@ NAMED = {
 
 @pytest.mark.parametrize(("law", "name"), [(law, name) for law, names in NAMED.items() for name in names])
 def test_failure_is_named_after_its_mutant(law, name):
-    verdict = judge(MUTANTS[name].subject(), law, SMOKE)
+    verdict = judge(MUTANTS[name].subject(), law, SHORT)
     assert verdict.status == "fail"
     assert f"the reference with {MUTANTS[name].what}   (" in verdict.equals, verdict.equals
     ratio = float(verdict.equals.rpartition("(")[2].split()[0])
@@ -228,7 +228,7 @@ def test_an_unknown_mistake_is_not_named():
         O, S = reference_retention.chunkwise(q, k, v, gamma, scale, S0, chunk)
         return O * 1.375, S
 
-    verdict = judge(Mutant("scaled", "retention", "", (), forward=scaled).subject(), "forward", SMOKE)
+    verdict = judge(Mutant("scaled", "retention", "", (), forward=scaled).subject(), "forward", SHORT)
     assert (verdict.status, verdict.equals) == ("fail", "")
 
 
@@ -284,9 +284,9 @@ def test_wrong_form_is_caught(monkeypatch, module, attribute, form, wrong):
     """Over a field no rounding hides what a form does differently from the form of record."""
     operator = getattr(module, attribute)
     exact = tuple(dataclasses.replace(f, function=wrong) if f.name == form else f for f in operator.exact)
-    right = judge(reference_subject(operator.name, f"reference.{form}"), "exact", SMOKE)
+    right = judge(reference_subject(operator.name, f"reference.{form}"), "exact", SHORT)
     monkeypatch.setattr(module, attribute, dataclasses.replace(operator, exact=exact))
-    verdict = judge(reference_subject(operator.name, f"reference.{form}"), "exact", SMOKE)
+    verdict = judge(reference_subject(operator.name, f"reference.{form}"), "exact", SHORT)
     assert (right.status, verdict.status) == ("pass", "fail"), verdict
 
 
@@ -299,7 +299,7 @@ def test_form_that_loses_digits_is_caught(monkeypatch):
     operator = reference_gma.RESPONSIBILITIES
     forms = (*operator.forms, Form("plain", gma.mixture()), Form("moved", moved))
     monkeypatch.setattr(reference_gma, "RESPONSIBILITIES", dataclasses.replace(operator, forms=forms))
-    plain = judge(reference_subject(operator.name, "reference.plain"), "certified", SMOKE)
-    verdict = judge(reference_subject(operator.name, "reference.moved"), "certified", SMOKE)
+    plain = judge(reference_subject(operator.name, "reference.plain"), "certified", SHORT)
+    verdict = judge(reference_subject(operator.name, "reference.moved"), "certified", SHORT)
     assert (plain.status, verdict.status) == ("pass", "fail"), verdict
     assert np.isfinite(verdict.ratio)

@@ -128,7 +128,8 @@ def test_plain_evaluations_stay_in_the_dtype_of_the_inputs(name: str) -> None:
         assert np.all(np.abs(x - expected.value[n]) <= expected.bound[n])
 
 
-@pytest.mark.parametrize("name", [n for n in STATEFUL if n not in CACHED])
+# where the memory of titans.mlp is absent, the learned one stands in
+@pytest.mark.parametrize("name", [n for n in STATEFUL if n not in (*CACHED, "titans.mlp")])
 def test_an_absent_state_is_zero_and_has_no_gradient(name: str) -> None:
     absent, zero = case_of(name, state="absent"), case_of(name, state="zero")
     one, two = (oracle.forward(c.operator, c.arrays(), float32) for c in (absent, zero))

@@ -149,7 +149,7 @@ def test_the_gate_judges_their_kernel(python: str, folder: Path, mistake: str, c
     pytest.importorskip("torch")
     gate = folder / "gate.py"
     gate.write_text(gate.read_text().replace("scale=scale", f"scale=scale{mistake}"))
-    options = ["--pyargs", "mixproof.verify", "--mixproof-subjects", "gate.py", "--mixproof-profile=smoke"]
+    options = ["--pyargs", "mixproof.verify", "--mixproof-subjects", "gate.py", "--mixproof-profile=short"]
     command = [python, "-P", "-m", "pytest", *options, "-q", "-k", "softmax_attention/theirs/forward"]
     assert verdict in run(command, cwd=folder, code=code)
 

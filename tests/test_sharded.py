@@ -13,19 +13,19 @@ import time
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("torch._C._distributed_c10d", reason="PyTorch without torch.distributed", exc_type=ImportError)
 
 import rank_jobs as jobs
 import torch
 
 from mixproof.verify import judge as judging
+from mixproof.verify.case import atlas
 from mixproof.verify.declare import ATTRIBUTE, implements
-from mixproof.verify.judge import Profile, judge
+from mixproof.verify.judge import Profile, evaluate, judge
+from mixproof.verify.laws import law as find_law
 from mixproof.verify.subject import Subject
 from mixproof.verify.subjects.torch import sharded
 from mixproof.verify.subjects.torch.ranks import RankError, Ranks
-
-if not torch.distributed.is_available():
-    pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
 
 SHORT = Profile("short", 0, small=True)  # the short atlas of cases, no random ones
 
@@ -113,21 +113,29 @@ OPERATORS = {
 LINEAR = tuple(OPERATORS)[:3]
 
 
-def verdict(ranks, operator, law, change="none"):
+def subject(ranks, operator, change="none"):
     make, layout = OPERATORS[operator]
-    function = implements(operator, name="sharded", layout=layout, dtypes=("float64", "float32"), chunk=16)(
-        make(ranks, change)
-    )
-    return judge(Subject(getattr(function, ATTRIBUTE)[0], function), law, SHORT)
+    declare = implements(operator, name="sharded", layout=layout, dtypes=("float64", "float32"), chunk=16)
+    function = declare(make(ranks, change))
+    return Subject(getattr(function, ATTRIBUTE)[0], function)
 
 
-@pytest.mark.parametrize("law", ["forward", "split", "vjp"])
+@pytest.mark.parametrize("law", ["forward", "vjp"])
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_together_are_the_operator(ranks, count, operator, law):
-    found = verdict(ranks(count), operator, law)
+    found = judge(subject(ranks(count), operator), law, SHORT)
     assert found.status == "pass", found.why + found.where
-    assert found.cases > 3
+    assert found.cases >= 8
+
+
+@pytest.mark.parametrize("operator", ["retention", "mlra", "softmax_attention.cached"])
+def test_their_states_go_into_the_next_call(ranks, operator):
+    across = subject(ranks(4), operator)
+    case = next(c for c in atlas(across.domain()) if c.size("T") in (3, 4, 5) and c.state == "random")
+    outcome = evaluate(across, find_law("split"), case)
+    assert outcome.worst is not None
+    assert not outcome.broken, outcome
 
 
 @pytest.mark.parametrize(
@@ -150,9 +158,20 @@ def test_ranks_together_are_the_operator(ranks, count, operator, law):
     ],
 )
 def test_mistakes_between_ranks_are_seen(ranks, operator, change, law, count):
-    found = verdict(ranks(count), operator, law, change)
+    found = judge(subject(ranks(count), operator, change), law, SHORT)
     assert found.status == "fail"
     assert "raised" not in found.why, found.why
+
+
+@pytest.mark.parametrize("name", ["retention", "mlra", "cached_attention"])
+def test_a_group_is_as_good_as_all_ranks(ranks, name):
+    """Two groups of every second rank, at the same time."""
+    function = getattr(sharded, name)
+    arguments = [arguments_of(function, rank) for rank in range(2)]
+    want = ranks(2).run(jobs.in_group, [(function, x, None) for x in arguments])
+    got = ranks(4).run(jobs.in_group, [(function, x, 2) for x in arguments for _ in range(2)])
+    for rank, results in enumerate(got):
+        assert all(map(torch.equal, results, want[rank // 2]))
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
@@ -232,7 +251,7 @@ FAILURES = [
     (
         "sleeps",
         4,
-        r"\Arank 3 of 4 gave no answer within 2 s\nrank 0:\n(.|\n)*in all_reduce\n(.|\n)*rank 3:\n.*\n.*jobs",
+        r"\Arank 3 of 4 gave no answer within 2 s\nrank 0:\n(.|\n)*in all_reduce\n(.|\n)*3:\n.*\n.*jobs",
     ),
     ("is stopped", 2, r"\Arank 1 of 2 gave no answer within 2 s\n(.|\n)*\nrank 1:\n  stopped, or busy outside"),
 ]
@@ -246,7 +265,7 @@ def gone(pid):
     return False
 
 
-@pytest.mark.parametrize(("how", "count", "message"), FAILURES, ids=lambda x: x if x in jobs.WAYS else None)
+@pytest.mark.parametrize(("how", "count", "message"), FAILURES, ids=[f"{how}-{count}" for how, count, _ in FAILURES])
 def test_a_rank_that_fails_ends_the_call_and_leaves_no_process(ranks, how, count, message):
     pool = ranks(count)
     pool.run(jobs.who, [()] * count)

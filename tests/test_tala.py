@@ -91,6 +91,6 @@ def test_the_printed_chunkwise_equation_is_killed_at_every_head(h: int) -> None:
 
     fixed = {"h": lambda sizes: np.full(sizes["H"], float(h)), "G": lambda sizes: np.ones(sizes["H"])}
     subject = Subject(dataclasses.replace(declaration, name=f"printed.{h}", fixed=fixed, gradients=False), at_head)
-    verdict = judge(subject, "forward", PROFILES["smoke"])
+    verdict = judge(subject, "forward", PROFILES["short"])
     assert verdict.status == "fail"
     assert "(16)" in verdict.equals

@@ -1,4 +1,4 @@
-"""Released implementations of issue-C operators: what holds for them, what does not, and that the gate tells which.
+"""Released implementations: what holds for them, what does not, and that the gate tells which.
 
 The gate judges the adapters themselves. Here: that they name what they need, that a wrong reading of a convention would
 be seen, how a package's own ways relate to the operators, and defects, each with its smallest case.
@@ -96,6 +96,7 @@ def ratio(subject: Subject, case: Case) -> float:
 def test_declarations() -> None:
     needed = {name: s.declaration.requires for name, s in declared().items()}
     assert needed == {
+        "cca/transformers.ZayaAttention.sdpa": ("transformers",),
         "ccgqa/transformers.ZayaAttention": ("transformers",),
         "ccgqa/transformers.ZayaAttention.sdpa": ("transformers",),
         "linformer/linformer.LinformerSelfAttention": ("linformer",),
@@ -129,7 +130,7 @@ def test_a_missing_package_is_the_reason(name: str, monkeypatch: pytest.MonkeyPa
     subject = declared()[name]
     (package,) = subject.declaration.requires
     monkeypatch.setattr("importlib.util.find_spec", lambda module, *rest: None if module == package else module)
-    verdict = judge(subject, "forward", PROFILES["smoke"])
+    verdict = judge(subject, "forward", PROFILES["short"])
     assert (verdict.status, verdict.why) == ("not run", f"{package} is not installed")
 
 
@@ -435,7 +436,7 @@ def test_the_gate_finds_the_leak_of_performer_pytorch() -> None:
     """Their keys are stabilised by the largest logit of the whole sequence, and a constant is added to features after
     that: a later key decides how much of an earlier one is left."""
     (declaration,) = getattr(fast_attention, ATTRIBUTE)
-    verdict = judge(Subject(declaration, fast_attention), "causality", PROFILES["smoke"])
+    verdict = judge(Subject(declaration, fast_attention), "causality", PROFILES["short"])
     assert verdict.status == "fail"
     assert "O before 1 when tokens from 1 on" in verdict.where
     assert "T=2" in verdict.case

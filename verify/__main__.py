@@ -1,5 +1,5 @@
-"""The command `mixproof`: check, replay, new, list. Exit codes are pytest's own: 0 holds, 1 broken, 2 interrupted,
-3 our bug, 4 usage or adapter, 5 nothing was checked."""
+"""The command `mixproof`: check, replay, new, list, claims. Exit codes are pytest's own: 0 holds, 1 broken,
+2 interrupted, 3 our bug, 4 usage or adapter, 5 nothing was checked."""
 
 from __future__ import annotations
 
@@ -150,6 +150,28 @@ def list_all(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def claims(arguments: argparse.Namespace) -> int:
+    """The ledger: what the papers claim, each claim with its verdict, and its condition or counterexample."""
+    from mixproof.verify.claims import ledger
+    from mixproof.verify.report.claims import as_json, markdown, table
+
+    chosen = [c.as_dict() for c in ledger(arguments.paper).values() if arguments.verdict in ("", c.verdict)]
+    forms = {"json": as_json, "markdown": markdown, "table": lambda found: table(found, _width())}
+    print(forms[arguments.format](chosen))
+    return 0
+
+
+def show_claim(arguments: argparse.Namespace) -> int:
+    """One claim, checked again now: the verdict that is found, and its numbers. Exit code 1 if the verdict changed."""
+    from mixproof.verify.claims import find
+    from mixproof.verify.report.claims import explained
+
+    claim = find(arguments.id)
+    found = claim.check()
+    print(explained(claim.as_dict(), vars(found), _width()))
+    return int(found.verdict != claim.verdict)
+
+
 def _load(arguments: argparse.Namespace, file: str) -> list[Subject]:
     """The implementations of a file; their replay commands repeat the options with which they were declared."""
     from mixproof.verify.cells import load_file
@@ -259,7 +281,7 @@ def _parser() -> argparse.ArgumentParser:
     c = commands.add_parser("check", help="judge the implementations in a file", description=check.__doc__)
     c.add_argument("file", metavar="FILE[:FUNCTION]")
     _describing(c)
-    c.add_argument("--profile", choices=("smoke", "ci", "nightly"), default="smoke", help="how long to look")
+    c.add_argument("--profile", choices=("smoke", "short", "ci", "nightly"), default="short", help="how long to look")
     c.add_argument("--seed", type=int, default=0, metavar="N", help="added to the seed of every case")
     c.add_argument("--strict", action="store_true", help="fail on undecided and not-run cells too")
     c.add_argument("--json", metavar="FILE", help="write the verdicts as JSON")
@@ -277,7 +299,21 @@ def _parser() -> argparse.ArgumentParser:
     li = commands.add_parser("list", help="operators, laws, implementations", description=list_all.__doc__)
     li.add_argument("operator", nargs="?", metavar="OPERATOR", help="only this one")
     li.set_defaults(run=list_all)
+    _add_claims(commands)
     return parser
+
+
+def _add_claims(commands: Any) -> None:
+    from mixproof.verify.claims import PAPERS, VERDICTS
+
+    c = commands.add_parser("claims", help="the papers' claims, with verdicts", description=claims.__doc__)
+    c.add_argument("--paper", choices=tuple(PAPERS), default="", help="only those of this paper")
+    c.add_argument("--verdict", choices=VERDICTS, default="", help="only those with this verdict")
+    c.add_argument("--format", choices=("table", "json", "markdown"), default="table")
+    c.set_defaults(run=claims)
+    s = c.add_subparsers(metavar="show").add_parser("show", help="check one again", description=show_claim.__doc__)
+    s.add_argument("id", metavar="ID", help="as `mixproof claims` prints it, for example survey.A1")
+    s.set_defaults(run=show_claim)
 
 
 def _describing(parser: argparse.ArgumentParser) -> None:

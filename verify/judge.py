@@ -42,6 +42,7 @@ class Profile:
 
 PROFILES = {
     "smoke": Profile("smoke", 0, small=True, slow_cases=1, most=2),
+    "short": Profile("short", 0, small=True, slow_cases=2),
     "ci": Profile("ci", 12),
     "nightly": Profile("nightly", 400, slow_cases=1000, derandomise=False, all_threads=True, brief=False),
 }

@@ -1,5 +1,5 @@
-"""The pytest plugin: options, header, cells as tests, the matrix at the end. Imports nothing heavy: it is loaded in
-every pytest run of an environment that has mixproof installed, and stays silent in those that are not ours."""
+"""The pytest plugin: options, header, cells and claims as tests, the matrix at the end. Imports nothing heavy: it is
+loaded in every pytest run of an environment that has mixproof installed, and stays silent in those not ours."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SOURCES = pytest.StashKey[dict[str, Any]]()  # implementations by name, loaded or not
 LOADED = pytest.StashKey[dict[str, Any]]()  # loaded ones, or why they could not be
 VERDICT = pytest.StashKey[str]()  # of a test, as JSON
+CLAIM = pytest.StashKey[str]()  # the verdict that the check of a claim found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,9 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--mixproof-profile",
-        choices=("smoke", "ci", "nightly"),
+        choices=("smoke", "short", "ci", "nightly"),
         default="ci",
-        help="how long to look: smoke (under a minute), ci (default), nightly",
+        help="how long to look: smoke (under a minute for all of ours), short, ci (default), nightly",
     )
     group.addoption("--mixproof-seed", type=int, default=0, metavar="N", help="added to the seed of every case")
     group.addoption("--mixproof-strict", action="store_true", help="fail on undecided and not-run cells too")
@@ -88,6 +89,10 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "mixproof_claim" in metafunc.fixturenames:
+        from mixproof.verify.claims import ledger
+
+        metafunc.parametrize("mixproof_claim", list(ledger()))
     if "mixproof_cell" not in metafunc.fixturenames:
         return
     cells = _cells(metafunc.config)
@@ -95,6 +100,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marked = metafunc.config.pluginmanager.hasplugin("xdist")
     groups = [pytest.mark.xdist_group(f"{c.split('/')[0]}/{c.split('/')[2]}") if marked else () for c in cells]
     metafunc.parametrize("mixproof_cell", [pytest.param(c, id=c, marks=g) for c, g in zip(cells, groups, strict=True)])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Claims are about papers, not about the implementations of a user."""
+    if _option(config, "subjects"):
+        items[:] = [item for item in items if "mixproof_claim" not in getattr(item, "fixturenames", ())]
 
 
 def _cells(config: pytest.Config) -> list[str]:
@@ -153,12 +164,26 @@ def _load(entry: Any) -> Subject | str:
         return f"{entry.module.removeprefix('mixproof.')} does not import: {error}"
 
 
+def recheck_claim(request: pytest.FixtureRequest, id: str) -> str:
+    """Why what is found of a claim now fails the run, or nothing; what is found is attached to its test."""
+    from mixproof.verify.claims import find
+    from mixproof.verify.report.claims import objection
+
+    claim = find(id)
+    found = vars(claim.check())
+    request.node.stash[CLAIM] = found["verdict"]
+    request.node.user_properties += found.items()
+    return objection(claim.as_dict(), found)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """The verdict travels on the report, which is all that xdist brings home."""
     report = yield
     if report.when == "call" and VERDICT in item.stash:
         report.mixproof = item.stash[VERDICT]
+    if report.when == "call" and CLAIM in item.stash:
+        report.mixproof_claim = item.stash[CLAIM]
     return report
 
 
@@ -169,10 +194,13 @@ class Verdicts:
         self.config = config
         self.start = time.time()
         self.received: dict[str, str] = {}  # by test, as JSON
+        self.claims: list[dict[str, str]] = []  # verdicts that were found as they are declared
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if data := getattr(report, "mixproof", None):
             self.received[report.nodeid] = data
+        if report.passed and (verdict := getattr(report, "mixproof_claim", "")):
+            self.claims.append({"verdict": verdict})
 
     def verdicts(self) -> list[Verdict]:
         """In the order of the tables, whatever order xdist's workers finished in."""
@@ -184,10 +212,15 @@ class Verdicts:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> Generator[None]:
         yield  # failures, pytest's short summary
+        if self.received or self.claims:
+            terminalreporter.section("mixproof")
+        if self.claims:
+            from mixproof.verify.report.claims import counts
+
+            terminalreporter.write_line(f"{counts(self.claims)}, as declared")
         if self.received:
             from mixproof.verify.report.terminal import summary
 
-            terminalreporter.section("mixproof")
             width, color = terminalreporter._tw.fullwidth, terminalreporter.hasmarkup
             terminalreporter.write_line(summary(self.verdicts(), time.time() - self.start, width, color))
 

@@ -1,8 +1,8 @@
-"""What `pytest verify` runs: one test a cell, operator/implementation/law. The plugin supplies the cells."""
+"""What `pytest verify` runs: one test a cell, operator/implementation/law, one a claim. The plugin supplies both."""
 
 import pytest
 
-from mixproof.verify.plugin import judge_cell
+from mixproof.verify.plugin import judge_cell, recheck_claim
 
 
 def test_law(mixproof_cell, request):
@@ -11,3 +11,8 @@ def test_law(mixproof_cell, request):
         pytest.fail(objection, pytrace=False)
     if verdict.status in ("not run", "not applicable"):
         pytest.skip(f"{verdict.status}: {verdict.why}")
+
+
+def test_claim(mixproof_claim, request):
+    if objection := recheck_claim(request, mixproof_claim):
+        pytest.fail(objection, pytrace=False)

@@ -34,10 +34,11 @@ PAPERS: dict[str, tuple[str, ...]] = {
 VERDICTS = ("proved", "holds", "holds only if", "refuted", "not checkable")
 KINDS = (
     "symbolic proof",
-    "exact arithmetic",
+    "exact arithmetic",  # over the integers, the rationals or a finite field
     "certified interval",
-    "property test",
-    "recomputation",
+    "property test",  # at drawn inputs
+    "evaluation",  # at given ones
+    "recomputation",  # of printed numbers and counts
     "reading of a text",
 )
 WITH_REASON = VERDICTS[2:]

@@ -14,7 +14,7 @@ import numpy as np
 from mixproof.reference import cached_attention, cost, cost_survey, retention, sigmoid_attention, softmax_attention
 from mixproof.reference.primitives import group_norm
 from mixproof.verify.claims import Finding, claim, conditional, holds, proved, unchecked
-from mixproof.verify.claims.evidence import apart, one_function, same
+from mixproof.verify.claims.evidence import HALF_OF_THE_DIGITS, apart, one_function, same
 
 # --- 1. standard attention -------------------------------------------------------------------------------------------
 
@@ -25,8 +25,8 @@ from mixproof.verify.claims.evidence import apart, one_function, same
     source="1.1, both equations",
     verdict="refuted",
     evidence="exact arithmetic",
-    why="d = 4, q = k_0 = (1, 1, 1, 1), k_1 = 0: logits 2 and 0, or 1 and 0. Only the root keeps the variance of q . k at"
-    " one, and d is that of a head, not of the input",
+    why="d = 4, q = k_0 = (1, 1, 1, 1), k_1 = 0: logits 2 and 0, or 1 and 0. Only the root keeps the variance of q . k"
+    " at one, and d is that of a head, not of the input",
 )
 def scaling() -> Finding:
     d = 4
@@ -47,7 +47,8 @@ def scaling() -> Finding:
     source="1.1, second equation",
     verdict="holds only if",
     evidence="property test",
-    why="the token itself counts as preceding, as in the printed sum j = 1 .. i; without it the first token has no output",
+    why="the token itself counts as preceding, as in the printed sum j = 1 .. i; without it the first token has no"
+    " output",
 )
 def convex_combination() -> Finding:
     generator, own = np.random.default_rng(0), []
@@ -82,7 +83,9 @@ def recall() -> Finding:
     never_more = sympy.cancel(gap - square) == 0
     k = np.array([[0.0], [0.5], [1.0]])
     most = max(softmax_attention.weights(np.array([[q]]), k)[0, 1] for q in np.linspace(-40, 40, 161))
-    return proved(not never_more, f"1/3 - weight = (t - 1)^2 / (3 (1 + t + t^2)), t = e^(q/2); largest found {most:.6f}")
+    return proved(
+        not never_more, f"1/3 - weight = (t - 1)^2 / (3 (1 + t + t^2)), t = e^(q/2); largest found {most:.6f}"
+    )
 
 
 @claim(
@@ -90,7 +93,7 @@ def recall() -> Finding:
     "Training needs O(n^2) space",
     source="1.2, 1.3, 2.4",
     verdict="holds only if",
-    evidence="property test",
+    evidence="evaluation",
     why="the weights are written out; block by block, with a running maximum, space is O(n)",
 )
 def quadratic_space() -> Finding:
@@ -152,7 +155,9 @@ def decoding_cost() -> Finding:
 def sigmoid_operations() -> Finding:
     more = {n: cost_survey.sigmoid_row(n) - cost_survey.softmax_row(n) for n in (1, 64, 4096)}
     share = 2 / cost_survey.softmax_row(4096)
-    return holds(set(more.values()) == {2}, f"two more for a row of weights, however long: {share:.0e} of it at n = 4096")
+    return holds(
+        set(more.values()) == {2}, f"two more for a row of weights, however long: {share:.0e} of it at n = 4096"
+    )
 
 
 @claim(
@@ -174,8 +179,8 @@ def sigmoid_operations_exactly() -> Finding:
     source="2.4, Pros",
     verdict="refuted",
     evidence="property test",
-    why="b = 0, x = 0: values enter with weights that sum to n / 2, not 1. With b = -log n it is the flatter one at small"
-    " x, and the steeper one at random x of size 4",
+    why="b = 0, x = 0: values enter with weights that sum to n / 2, not 1. With b = -log n it is the flatter one at"
+    " small x, and the steeper one at random x of size 4",
 )
 def sigmoid_regularity() -> Finding:
     n, d = 8, 2
@@ -194,7 +199,7 @@ def _norm(vjp: Callable[..., dict[str, Any]], x: np.ndarray, names: tuple[str, .
     rows = []
     for basis in np.eye(x.size).reshape(x.size, *x.shape):
         grads = vjp({"O": basis}, x, x, x, **more, **({} if more else {"causal": True}))
-        rows.append(sum(grads[name] for name in names).reshape(-1))
+        rows.append(np.sum([grads[name] for name in names], axis=0).reshape(-1))
     return float(np.linalg.norm(np.stack(rows), 2))
 
 
@@ -207,7 +212,7 @@ def _sigmoid_vjp(cotangents: dict[str, Any], q: Any, k: Any, v: Any, b: Any) -> 
     "Sigmoid attention needs no synchronisation along a row at all",
     source="2.3, 2.4",
     verdict="holds only if",
-    evidence="property test",
+    evidence="evaluation",
     why="only the weights are meant: the output is still a sum over all keys, and the norm that 2.2 adds runs over"
     " channels",
 )
@@ -227,23 +232,6 @@ def sigmoid_synchronisation() -> Finding:
     )
 
 
-@claim(
-    "survey.S7",
-    "The weights of sigmoid attention are not bound to a total of one",
-    source="2.1",
-    verdict="holds",
-    evidence="exact arithmetic",
-)
-def sigmoid_mass() -> Finding:
-    n = 8
-    zero, seen = np.zeros((n, 1)), np.ones((n, n), dtype=bool)
-    mass = {b: float(np.sum(sigmoid_attention.weights(zero, zero, np.asarray(b), seen)[0])) for b in (0.0, -math.log(n))}
-    return holds(
-        mass[0.0] == n / 2,
-        f"equal logits, {n} keys: {mass[0.0]:g} = n / 2 at b = 0; {mass[-math.log(n)]:.4f}, n / (n + 1), at b = -log n",
-    )
-
-
 S5 = unchecked(
     "survey.S5",
     "The Voronoi loss converges at rates n^-0.24 and n^-0.07 for softmax, n^-0.51 and n^-0.46 for sigmoid",
@@ -256,6 +244,26 @@ S6 = unchecked(
     source="2.3, 2.4; 17, 15.2",
     why="a time measured on one device; nothing in the equations bears on it",
 )
+
+
+@claim(
+    "survey.S7",
+    "The weights of sigmoid attention are not bound to a total of one",
+    source="2.1",
+    verdict="holds",
+    evidence="evaluation",
+)
+def sigmoid_mass() -> Finding:
+    n = 8
+    zero, seen = np.zeros((n, 1)), np.ones((n, n), dtype=bool)
+    mass = {
+        b: float(np.sum(sigmoid_attention.weights(zero, zero, np.asarray(b), seen)[0])) for b in (0.0, -math.log(n))
+    }
+    return holds(
+        mass[0.0] == n / 2,
+        f"equal logits, {n} keys: {mass[0.0]:g} = n / 2 at b = 0; {mass[-math.log(n)]:.4f}, n / (n + 1), at b = -log n",
+    )
+
 
 # --- 3. RetNet -------------------------------------------------------------------------------------------------------
 
@@ -285,8 +293,8 @@ def scaled_rows() -> Finding:
     rows = np.random.default_rng(0).normal(size=(4, 8)) * 1e-3
     distance = {eps: apart(group_norm(rows, eps), group_norm(10 * rows, eps)) for eps in (0.0, 1e-6)}
     return conditional(
-        distance[0.0] < 1e-12,
-        distance[1e-6] < 1e-12,
+        distance[0.0] < HALF_OF_THE_DIGITS,
+        distance[1e-6] < HALF_OF_THE_DIGITS,
         ", ".join(f"eps = {eps:g}: {x:.1e} apart" for eps, x in distance.items()),
     )
 
@@ -317,7 +325,7 @@ def chunkwise_operations() -> Finding:
     "Decoding with retention takes O(1) time and memory a step",
     source="3.2, 3.3",
     verdict="holds only if",
-    evidence="property test",
+    evidence="evaluation",
     why="O(1) is in tokens: a head keeps d_k d_v numbers and multiplies twice as many, O(d^2) as the text also says",
 )
 def retention_state() -> Finding:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mixproof.reference import cca, ccgqa, cost_survey, mla, mtla
 from mixproof.verify.claims import Finding, claim, conditional, holds, unchecked
-from mixproof.verify.claims.evidence import apart, draw, same
+from mixproof.verify.claims.evidence import HALF_OF_THE_DIGITS, apart, draw, same
 
 LATENT = {"N": 2, "K": 2, "R": 2, "L": 3, "V": 2}
 CONVOLVED = {"T": 6, "G": 2, "K": 4, "V": 4, "W": 3, "J": 2}
@@ -23,7 +23,7 @@ CONVOLVED = {"T": 6, "G": 2, "K": 4, "V": 4, "W": 3, "J": 2}
     "The latents of a window are merged by a gated average",
     source="14.1",
     verdict="refuted",
-    evidence="exact arithmetic",
+    evidence="evaluation",
     why="the released code sums sigmoid(w) c without a normaliser: two latents of 1 with weights of 3/4 make 3/2",
 )
 def gated_average() -> Finding:
@@ -52,24 +52,24 @@ def window_and_stride() -> Finding:
     source="14, 14.1",
     verdict="holds only if",
     evidence="property test",
-    why="a query sees its own slot as far as it has come, and a slot's rotary key is that of its latest token. Windows that"
-    " are merged before they are masked show the first of two tokens the second: its slot holds c_0 / 2 + c_1 / 2",
+    why="a query sees its own slot as far as it has come, and a slot's rotary key is that of its latest token. Windows"
+    " that are merged before they are masked show the first of two tokens the second: its slot holds c_0 / 2 + c_1 / 2",
 )
 def merged_causality() -> Finding:
     gaps, leak = [], 0.0
     for seed, stride in enumerate((2, 3, 4)):
-        x = draw(mtla.OPERATOR, seed, T=7, **LATENT) | {"stride": stride}
-        trained, decoded = mtla.parallel(**x), mtla.incremental(**x)
-        later = x | {"c": np.concatenate([x["c"][:4], x["c"][4:] + 100])}
-        leak = max(leak, apart(trained[0][:4], mtla.parallel(**later)[0][:4]))
+        x = draw(mtla.OPERATOR, seed, T=7, **LATENT)
+        trained, decoded = mtla.parallel(**x, stride=stride), mtla.incremental(**x, stride=stride)
+        x["c"] = np.concatenate([x["c"][:4], x["c"][4:] + 100])
+        leak = max(leak, apart(trained[0][:4], mtla.parallel(**x, stride=stride)[0][:4]))
         gaps.append(apart(trained[0], decoded[0]))
     two = draw(mtla.OPERATOR, T=2, **LATENT | {"L": 1}) | {"c": np.array([[1.0], [1.0]]), "w": np.zeros(2)}
     merged, own = mtla.parallel(**two)[1].item(), mtla.parallel(**_first(two))[1].item()
     return conditional(
-        max(gaps) < 1e-12 and leak == 0,
+        max(gaps) < HALF_OF_THE_DIGITS and leak == 0,
         same(merged, own),
-        f"strides 2, 3, 4: training and decoding {max(gaps):.0e} apart, later latents move {leak:g}; the slot of the first"
-        f" token holds {own:g}, merged before the mask {merged:g}",
+        f"strides 2, 3, 4: training and decoding {max(gaps):.0e} apart, later latents move {leak:g}; the slot of the"
+        f" first token holds {own:g}, merged before the mask {merged:g}",
     )
 
 
@@ -84,8 +84,8 @@ def _first(inputs: dict[str, Any]) -> dict[str, Any]:
     source="14.2, 14.3",
     verdict="holds only if",
     evidence="recomputation",
-    why="the pairs that the mask lets through are computed alone; the parallel form weighs all n partial sums, of which one"
-    " in m is closed, and hides the others",
+    why="the pairs that the mask lets through are computed alone; the parallel form weighs all n partial sums, of which"
+    " one in m is closed, and hides the others",
 )
 def merged_pairs() -> Finding:
     n, stride = 512, 4
@@ -113,7 +113,8 @@ def memory_ratio() -> Finding:
     by_caches = any(abs(float(r) - 8.3) < 0.05 for r in ratios.values())
     return Finding(
         "holds" if by_caches else "not checkable",
-        "caches alone, 8 heads of 64, r = 256, d_r = 32: " + ", ".join(f"{float(ratios[s]):.2f} at {s}" for s in (1, 2, 3)),
+        "caches alone, 8 heads of 64, r = 256, d_r = 32: "
+        + ", ".join(f"{float(ratios[s]):.2f} at {s}" for s in (1, 2, 3)),
     )
 
 
@@ -122,7 +123,7 @@ def memory_ratio() -> Finding:
     "MTLA extends MLA: with windows of one token it is MLA",
     source="14, 14.1",
     verdict="holds only if",
-    evidence="property test",
+    evidence="evaluation",
     why="the weights are 1: a window of one token still holds sigmoid(w) c, half the latent at w = 0",
 )
 def windows_of_one() -> Finding:
@@ -130,7 +131,11 @@ def windows_of_one() -> Finding:
     w = x.pop("w")
     want = mla.expanded(**x)[0]
     gaps = [apart(mtla.parallel(**x, w=0 * w + bias, stride=1)[0], want) for bias in (40.0, 0.0)]
-    return conditional(gaps[0] < 1e-12, gaps[1] < 1e-12, f"{gaps[0]:.0e} apart at w = 40, {gaps[1]:.2f} at w = 0")
+    return conditional(
+        gaps[0] < HALF_OF_THE_DIGITS,
+        gaps[1] < HALF_OF_THE_DIGITS,
+        f"{gaps[0]:.0e} apart at w = 40, {gaps[1]:.2f} at w = 0",
+    )
 
 
 # --- 15. CCA ---------------------------------------------------------------------------------------------------------
@@ -142,8 +147,8 @@ def windows_of_one() -> Finding:
     source="15, 15.1",
     verdict="holds only if",
     evidence="reading of a text",
-    why="shared is only the width: W_Q, W_K, W_V are three projections, as are V_1 and V_2; the output projection is the one"
-    " way up",
+    why="shared is only the width: W_Q, W_K, W_V are three projections, as are V_1 and V_2; the output projection is"
+    " the one way up",
 )
 def one_latent() -> Finding:
     inputs = {x.name: x for x in cca.OPERATOR.inputs}
@@ -153,7 +158,8 @@ def one_latent() -> Finding:
     return conditional(
         stays,
         len(tokens) == 1,
-        f"attention takes {', '.join(tokens)} from outside; keys stay {inputs['k'].axes[1:]}, values {outputs['O'].axes[1:]}",
+        f"attention takes {', '.join(tokens)} from outside; keys stay {inputs['k'].axes[1:]}, values"
+        f" {outputs['O'].axes[1:]}",
     )
 
 
@@ -172,8 +178,8 @@ def compressed_operations() -> Finding:
     return conditional(
         projections * C == whole,
         (projections + convolutions) * C == whole,
-        f"E = {E}, C = {C}: {whole / projections:g} times fewer in projections, {whole / (projections + convolutions):.2f}"
-        f" with convolutions, {convolutions / projections:.1%} of them",
+        f"E = {E}, C = {C}: {whole / projections:g} times fewer in projections,"
+        f" {whole / (projections + convolutions):.2f} with convolutions, {convolutions / projections:.1%} of them",
     )
 
 
@@ -182,7 +188,7 @@ def compressed_operations() -> Finding:
     "The cache is O(e n), e the latent width",
     source="15.2, 15.3",
     verdict="holds",
-    evidence="property test",
+    evidence="evaluation",
 )
 def compressed_cache() -> Finding:
     sizes = {}
@@ -193,7 +199,8 @@ def compressed_cache() -> Finding:
     beside = cost_survey.convolution_state(width, width, CONVOLVED["W"] + CONVOLVED["J"])
     return holds(
         all(sizes[T] == (2 * width * T, beside) for T in sizes),
-        f"e = {width}: 2 e a token, {sizes[4][0]} numbers after 4 tokens and {sizes[8][0]} after 8, and {beside} that stay",
+        f"e = {width}: 2 e a token, {sizes[4][0]} numbers after 4 tokens and {sizes[8][0]} after 8, and {beside} that"
+        " stay",
     )
 
 
@@ -208,10 +215,13 @@ def convolved_causality() -> Finding:
     leak, moved = 0.0, 1.0
     for seed in range(5):
         x = draw(cca.OPERATOR, seed, **CONVOLVED)
-        later = x | {n: np.concatenate([x[n][:3], x[n][3:] + 100]) for n in ("q", "k", "v")}
-        before, after = cca.parallel(**x)[0], cca.parallel(**later)[0]
+        before = cca.parallel(**x)[0]
+        x |= {n: np.concatenate([x[n][:3], x[n][3:] + 100]) for n in ("q", "k", "v")}
+        after = cca.parallel(**x)[0]
         leak, moved = max(leak, apart(before[:3], after[:3])), min(moved, apart(before[3:], after[3:]))
-    return holds(leak == 0 and moved > 0, f"5 draws: tokens 3 to 5 changed, outputs 0 to 2 move by {leak:g}, the others do")
+    return holds(
+        leak == 0 and moved > 0, f"5 draws: tokens 3 to 5 changed, outputs 0 to 2 move by {leak:g}, the others do"
+    )
 
 
 @claim(
@@ -257,8 +267,8 @@ def key_lengths() -> Finding:
     source="16",
     verdict="holds only if",
     evidence="exact arithmetic",
-    why="queries and keys have heads of one width: of E = 64, 4 query heads of 4 and 2 key heads of 8 give a ratio of 1, not"
-    " 2, and no scores",
+    why="queries and keys have heads of one width: of E = 64, 4 query heads of 4 and 2 key heads of 8 give a ratio of"
+    " 1, not 2, and no scores",
 )
 def compression_ratio() -> Finding:
     E, heads = 64, (4, 2)
@@ -293,7 +303,9 @@ def grouped_mean() -> Finding:
     identity = np.array_equal(E @ B, np.eye(groups * d))
     meant = (q + B @ k).shape, (E @ q + k).shape
     return holds(
-        fits, f"B {B.shape} on q {q.shape}, E {E.shape} on k {k.shape}; E B = 1: {identity}; q + B k {meant[0]}, E q + k {meant[1]}"
+        fits,
+        f"B {B.shape} on q {q.shape}, E {E.shape} on k {k.shape}; E B = 1: {identity}; q + B k {meant[0]}, E q + k"
+        f" {meant[1]}",
     )
 
 
@@ -316,7 +328,8 @@ def intensity() -> Finding:
     read = ccgqa.parallel(**x)[4].shape[1:]
     return holds(
         whole == compressed == 4,
-        f"{whole} with 32 heads in 8 groups, {compressed} with 8 in 2: H / H_kv; keys of {read} serve {x['q'].shape[1:]}",
+        f"{whole} with 32 heads in 8 groups, {compressed} with 8 in 2: H / H_kv; keys of {read} serve"
+        f" {x['q'].shape[1:]}",
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mixproof.reference import cost_survey, gta, iha, softmax_attention, tucker
 from mixproof.verify.claims import Finding, claim, conditional, holds, unchecked
-from mixproof.verify.claims.evidence import apart, draw, same
+from mixproof.verify.claims.evidence import HALF_OF_THE_DIGITS, apart, draw, same
 
 # --- 11. Tucker attention --------------------------------------------------------------------------------------------
 
@@ -63,7 +63,10 @@ def special_cases() -> Finding:
     up_k, up_v = up_k[:, :, :rank], up_v[:, :, :rank]
     Y = tucker.factored(x, np.eye(MODEL), W_Q, down, up_k, down, up_v, W_O)[0]
     gaps["MLA"] = apart(Y, _grouped_query(x, W_Q, up_k @ down, up_v @ down, W_O))
-    return holds(all(gap < 1e-12 for gap in gaps.values()), ", ".join(f"{n} {gap:.0e} apart" for n, gap in gaps.items()))
+    return holds(
+        all(gap < HALF_OF_THE_DIGITS for gap in gaps.values()),
+        ", ".join(f"{n} {gap:.0e} apart" for n, gap in gaps.items()),
+    )
 
 
 @claim(
@@ -90,8 +93,8 @@ def grouped_rank() -> Finding:
     source="11.3, Inference complexity",
     verdict="holds only if",
     evidence="property test",
-    why="nothing is turned between factor and core, as in survey.L3, and the factors differ: where keys and values share"
-    " one, as in MLA, one cache is enough",
+    why="nothing is turned between factor and core, as in survey.L3, and the factors differ: where keys and values"
+    " share one, as in MLA, one cache is enough",
 )
 def latent_caches() -> Finding:
     sizes = {"T": 4, "E": 4, "Q": 3, "L": 2, "X": 3, "N": 2, "K": 2, "V": 2}
@@ -115,8 +118,8 @@ def latent_caches() -> Finding:
     source="11, 11.2",
     verdict="holds only if",
     evidence="recomputation",
-    why="the output projection is factored too: as printed it is not, and its E^2 alone are a fifth of MLA's parameters or"
-    " more, a quarter of GQA's or more, whatever the three ranks",
+    why="the output projection is factored too: as printed it is not, and its E^2 alone are a fifth of MLA's parameters"
+    " or more, a quarter of GQA's or more, whatever the three ranks",
 )
 def tenth_of_parameters() -> Finding:
     E, H = 512, 8
@@ -125,7 +128,9 @@ def tenth_of_parameters() -> Finding:
     return conditional(
         all(10 * all_four <= n for n in others.values()),
         any(10 * least <= n for n in others.values()),
-        f"E = {E}: " + ", ".join(f"{name} {n}" for name, n in others.items()) + f"; ranks of 1 and a full W_O {least}, all"
+        f"E = {E}: "
+        + ", ".join(f"{name} {n}" for name, n in others.items())
+        + f"; ranks of 1 and a full W_O {least}, all"
         f" four factored at rank {E // 64} {all_four}",
     )
 
@@ -217,7 +222,9 @@ def pseudo_head_time() -> Finding:
     n, d, P, H = 64, 32, 4, 8
     total, printed = cost_survey.pseudo_head_products(n, d, P), 2 * P**2 * n**2 * d // H
     one = cost_survey.core_products(n * P, d // H, d // H)
-    return conditional(one <= printed, total <= printed, f"n = {n}, d = {d}, P = {P}, H = {H}: {one} a head, {total} in all")
+    return conditional(
+        one <= printed, total <= printed, f"n = {n}, d = {d}, P = {P}, H = {H}: {one} a head, {total} in all"
+    )
 
 
 @claim(
@@ -251,8 +258,8 @@ I5 = unchecked(
     source="13, 13.2",
     verdict="holds only if",
     evidence="recomputation",
-    why="it is the released design, with fewer query heads and values summed before they are decoded. As printed the sums"
-    " over values stay as they are, and the cut is (1 - 1 / g) / 2, below 50%",
+    why="it is the released design, with fewer query heads and values summed before they are decoded. As printed the"
+    " sums over values stay as they are, and the cut is (1 - 1 / g) / 2, below 50%",
 )
 def operations_cut() -> Finding:
     d, H, n = 64, 16, 128
@@ -290,7 +297,7 @@ def cache_cut() -> Finding:
     "A map from averaged queries and keys can stand for those of all heads of its group",
     source="13.1, 13.3",
     verdict="refuted",
-    evidence="exact arithmetic",
+    evidence="evaluation",
     why="two heads with q_2 = -q_1: the averaged query is 0 and its map uniform, while each head prefers another token",
 )
 def averaged_map() -> Finding:
@@ -301,7 +308,8 @@ def averaged_map() -> Finding:
     shared = gta.shared(q, k, c, U)[0][1, 0, :, 0] / token
     heads = [softmax_attention.weights(q[1:, 0, h], k[:, 0, h], 1.0)[0, 1] for h in range(2)]
     return holds(
-        same(shared, heads), f"weights of the second token: {heads[0]:.3f} and {heads[1]:.3f} alone, {shared[0]:g} averaged"
+        same(shared, heads),
+        f"weights of the second token: {heads[0]:.3f} and {heads[1]:.3f} alone, {shared[0]:g} averaged",
     )
 
 

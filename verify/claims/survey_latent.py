@@ -50,8 +50,8 @@ def half_rank() -> Finding:
     source="8.1, 8.2",
     verdict="holds only if",
     evidence="exact arithmetic",
-    why="all keys are expanded anew for every token, or a rotary part of its own is cached beside the latent. Equal latents"
-    " at two positions, q = k = (1, 0): the weights are 0.42 and 0.58, and whatever is absorbed gives 1/2 each",
+    why="all keys are expanded anew for every token, or a rotary part of its own is cached beside the latent. Equal"
+    " latents at two positions, q = k = (1, 0): the weights are 0.42 and 0.58, and whatever is absorbed gives 1/2 each",
 )
 def absorption_under_rope() -> Finding:
     decoupled, points = one_function(mla.OPERATOR, N=2, **SIZES)
@@ -74,7 +74,7 @@ def absorption_under_rope() -> Finding:
     "Decoding with MLA takes O(r) space",
     source="8.3, Inference complexity",
     verdict="holds only if",
-    evidence="property test",
+    evidence="evaluation",
     why="space is that of a token: the cache has n latents",
 )
 def latent_space() -> Finding:
@@ -111,8 +111,8 @@ L6 = unchecked(
     source="9, 9.1",
     verdict="holds only if",
     evidence="exact arithmetic",
-    why="what RoPE turns is decoupled from the latent, not the decompressed key as in section 8, from which the text takes"
-    " its compression; the equation printed for it has the absorbed path on both sides",
+    why="what RoPE turns is decoupled from the latent, not the decompressed key as in section 8, from which the text"
+    " takes its compression; the equation printed for it has the absorbed path on both sides",
 )
 def two_paths() -> Finding:
     equal, points = one_function(gqla.OPERATOR, G=2, M=2, **SIZES)
@@ -121,7 +121,9 @@ def two_paths() -> Finding:
     turned = mla.decompressed(**x)[0]
     absorbed = mla.absorbed(x["q"], none[:, None], x["c"], none, x["Uk"], x["Uv"])[0]
     return conditional(
-        equal, same(turned, absorbed), f"{points}; absorbed under turned keys the output is {apart(turned, absorbed):.2f} off"
+        equal,
+        same(turned, absorbed),
+        f"{points}; absorbed under turned keys the output is {apart(turned, absorbed):.2f} off",
     )
 
 
@@ -213,7 +215,7 @@ def device_share() -> Finding:
     "MLRA joins what the blocks decompress to and takes one softmax",
     source="10.1",
     verdict="refuted",
-    evidence="property test",
+    evidence="evaluation",
     why="the released code sums L softmaxes, each head reading all blocks: a change in the latents of block 2 moves the"
     " head that as printed reads block 1 alone",
 )
@@ -228,7 +230,8 @@ def one_softmax() -> Finding:
     )
     first = apart(*(O[:, 0] for O in by_printed)), apart(*(O[:, 0] for O in by_official))
     return holds(
-        (first[0] == 0) == (first[1] == 0), f"the first head moves by {first[0]:g} as printed, {first[1]:.2f} as released"
+        (first[0] == 0) == (first[1] == 0),
+        f"the first head moves by {first[0]:g} as printed, {first[1]:.2f} as released",
     )
 
 
@@ -251,8 +254,8 @@ def divisibility() -> Finding:
     divides = all(local(H, d, L) == (H % L == 0) for H, d, L in cases)
     return holds(
         not split,
-        f"{len(cases)} sizes with L dividing H d_h: {len(split)} split a head, (3, 4, 2) among them: {(3, 4, 2) in split};"
-        f" just those where L does not divide H: {divides}",
+        f"{len(cases)} sizes with L dividing H d_h: {len(split)} split a head, (3, 4, 2) among them:"
+        f" {(3, 4, 2) in split}; just those where L does not divide H: {divides}",
     )
 
 
@@ -262,7 +265,8 @@ def divisibility() -> Finding:
     source="10.3, Cons",
     verdict="refuted",
     evidence="recomputation",
-    why="H = 2, d_h = r = 4, L = 2: 32 as printed where MLA has 64; the released code, whose heads read every block, has 64",
+    why="H = 2, d_h = r = 4, L = 2: 32 as printed where MLA has 64; the released code, whose heads read every block,"
+    " has 64",
 )
 def block_parameters() -> Finding:
     whole, printed = (cost_survey.up_projections(2, 4, 4, blocks) for blocks in (1, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -33,16 +34,17 @@ HALFWAY = [Fraction(3, 5), Fraction(4, 5)]  # of norm one, too
 def momentum() -> Finding:
     momenta = {}
     for eta in (0, 1):
-        start = _tokens([[1, 0]], [[3]], eta=eta), RATIONALS([[0, 0]])
-        momenta[eta] = [titans.recurrent(*start[0], start[1], RATIONALS([[s, s]]))[2].data for s in (0, 5)]
+        token, M0 = _tokens([[1, 0]], [[3]], eta=eta), RATIONALS([[0, 0]])
+        momenta[eta] = [titans.recurrent(*token, M0=M0, S0=RATIONALS([[s, s]]))[2].data for s in (0, 5)]
     moved = {eta: (b - a).tolist() for eta, (a, b) in momenta.items()}
     return holds(
         moved == {0: [[0, 0]], 1: [[5, 5]]},
-        f"momentum raised by (5, 5) before a token is higher by {_shown(moved[0])} after it at 0, {_shown(moved[1])} at 1",
+        f"momentum raised by (5, 5) before a token is higher by {_shown(moved[0])} after it at 0, {_shown(moved[1])} at"
+        " 1",
     )
 
 
-def _shown(rows: list[list[Fraction]]) -> str:
+def _shown(rows: Sequence[Sequence[Any]]) -> str:
     return "; ".join("(" + ", ".join(map(str, row)) + ")" for row in rows)
 
 
@@ -52,8 +54,8 @@ def _shown(rows: list[list[Fraction]]) -> str:
     source="6.1 (implied)",
     verdict="holds only if",
     evidence="property test",
-    why="theta ||k||^2 < (2 - alpha)(1 + eta) / 2, and eta (1 - alpha) < 1, for gates that do not change: alpha = eta = 0,"
-    " theta = 1.1 and k = 1 diverges",
+    why="theta ||k||^2 < (2 - alpha)(1 + eta) / 2, and eta (1 - alpha) < 1, for gates that do not change: alpha = eta ="
+    " 0, theta = 1.1 and k = 1 diverges",
 )
 def stability() -> Finding:
     generator, n = np.random.default_rng(0), 4000
@@ -67,8 +69,8 @@ def stability() -> Finding:
     return conditional(
         bool(np.array_equal(stable, condition)) and abs(last[0]) < 1,
         abs(last[1]) < 1,
-        f"eigenvalues below 1 just where the condition holds, in {n} draws, {np.sum(stable)} of them stable; memory after"
-        f" 60 tokens from 1: {last[0]:.1e} at theta = 0.9, {last[1]:.1e} at 1.1",
+        f"eigenvalues below 1 just where the condition holds, in {n} draws, {np.sum(stable)} of them stable; memory"
+        f" after 60 tokens from 1: {last[0]:.1e} at theta = 0.9, {last[1]:.1e} at 1.1",
     )
 
 
@@ -97,13 +99,14 @@ def flawless() -> Finding:
     "The deep memory takes O(d) space",
     source="6.3, Training complexity",
     verdict="refuted",
-    evidence="property test",
-    why="a linear memory and its momentum are d x d matrices: 8 numbers at d = 2, 32 at d = 4; a deep one has two a layer",
+    evidence="evaluation",
+    why="a linear memory and its momentum are d x d matrices: 8 numbers at d = 2, 32 at d = 4; a deep one has two a"
+    " layer",
 )
 def memory_space() -> Finding:
     def size(d: int) -> tuple[int, int]:
         x, gates = np.ones((1, d)), [np.full(1, 0.1)] * 3
-        linear, deep = titans.recurrent(x, x, x, *gates), titans_mlp.dual(x, x, x, *gates, np.eye(d), np.eye(d))
+        linear, deep = titans.recurrent(x, x, x, *gates), titans_mlp.dual(x, x, x, *gates, I1=np.eye(d), I2=np.eye(d))
         return sum(s.size for s in linear[1:]), sum(s.size for s in deep[1:])
 
     linear, deep = zip(*(size(d) for d in (2, 4)), strict=True)
@@ -116,8 +119,8 @@ def memory_space() -> Finding:
     source="6.2",
     verdict="holds only if",
     evidence="exact arithmetic",
-    why="chunks are of one token, or the keys of a chunk are orthogonal and the memory is empty before it: k = 1, 1 with"
-    " v = 1, 1 gives a memory of 2 instead of 1",
+    why="chunks are of one token, or the keys of a chunk are orthogonal and the memory is empty before it: k = 1, 1"
+    " with v = 1, 1 gives a memory of 2 instead of 1",
 )
 def chunk_training() -> Finding:
     def differ(tokens: tuple[Any, ...], size: int) -> bool:
@@ -126,13 +129,15 @@ def chunk_training() -> Finding:
 
     gates = Fraction(1, 3), Fraction(1, 4)
     repeated, orthogonal = _tokens([[1], [1]], [[1], [1]]), _tokens(UNIT, [[1], [2]], *gates)
-    memories = [form(*repeated)[1].data[0, 0] for form in (titans.recurrent, lambda *t: titans.chunked_recurrent(*t, 2))]
+    memories = [
+        form(*repeated)[1].data[0, 0] for form in (titans.recurrent, lambda *t: titans.chunked_recurrent(*t, size=2))
+    ]
     later = differ(_tokens([HALFWAY, HALFWAY, *UNIT], [[1]] * 4, *gates), 2)
     return conditional(
         not differ(repeated, 1) and not differ(orthogonal, 2),
         not differ(repeated, 2),
-        f"equal keys: memory {memories[0]} online, {memories[1]} in one chunk; orthogonal keys of a first chunk agree, of a"
-        f" second one {'differ' if later else 'agree'}",
+        f"equal keys: memory {memories[0]} online, {memories[1]} in one chunk; orthogonal keys of a first chunk agree,"
+        f" of a second one {'differ' if later else 'agree'}",
     )
 
 
@@ -142,7 +147,8 @@ def chunk_training() -> Finding:
     source="17, 15.1",
     verdict="refuted",
     evidence="recomputation",
-    why="a state of p numbers of b bits tells 2^(p b) pasts apart: one number of 32 bits not all of three tokens of 16 bits",
+    why="a state of p numbers of b bits tells 2^(p b) pasts apart: one number of 32 bits not all of three tokens of 16"
+    " bits",
 )
 def counted_bits() -> Finding:
     d, bits, token = 64, 32, 16
@@ -150,8 +156,8 @@ def counted_bits() -> Finding:
     states, pasts = 2**bits, 2 ** (token * 3)
     return holds(
         pasts <= states,
-        f"2^32 states for 2^48 pasts; a head with d = {d} and its momentum, {bits} bits a number, holds {most} tokens of"
-        f" {token} bits at most",
+        f"2^32 states for 2^48 pasts; a head with d = {d} and its momentum, {bits} bits a number, holds {most} tokens"
+        f" of {token} bits at most",
     )
 
 
@@ -160,14 +166,16 @@ def counted_bits() -> Finding:
     "What is read from the memory is asked for by the output, o_t = y_t (x) M*_t(y_t)",
     source="6.1, second equation",
     verdict="holds only if",
-    evidence="reading of a text",
-    why="y_t is the output of the attention that reads beside the memory, one of three designs; a memory alone is read by"
-    " its query, y_t = M_t q_t, without an update",
+    evidence="evaluation",
+    why="y_t is the output of the attention that reads beside the memory, one of three designs; a memory alone is read"
+    " by its query, y_t = M_t q_t, without an update",
 )
 def reading_rule() -> Finding:
     M, q = np.array([[2.0]]), np.array([[3.0]])
     gates = [np.zeros(1)] * 3
-    y, after, _ = titans.recurrent(q, 0 * q, 0 * q, *gates, M)
+    y, after, _ = titans.recurrent(q, 0 * q, 0 * q, *gates, M0=M)
     return conditional(
-        same(y, q @ M.T) and same(after, M), same(y, y * (y @ M.T)), f"M = 2, q = 3: M q = {y.item():g}, and y (x) M y = {2 * y.item() ** 2:g}"
+        same(y, q @ M.T) and same(after, M),
+        same(y, y * (y @ M.T)),
+        f"M = 2, q = 3: M q = {y.item():g}, and y (x) M y = {2 * y.item() ** 2:g}",
     )

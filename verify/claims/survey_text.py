@@ -13,8 +13,8 @@ BASES = ("standard attention", "sigmoid attention", "RetNet", "Mamba", "ODE Tran
 VARIANTS = ("MLA", "GQLA", "MLRA", "Tucker", "IHA", "GTA", "MTLA", "CCA", "CCGQA")
 SECTIONS = "1 2 3 4 5 6 8 9 10 11 12 13 14 15 16 17"
 SUBSECTIONS = (
-    "1.1 1.2 1.3 2.1 2.2 2.3 2.4 3.1 3.2 3.3 4.1 4.2 4.3 5.2 5.3 6.1 6.2 6.3 8.1 8.2 8.3 9.1 9.2 9.3 10.1 10.2 10.3 11.1"
-    " 11.2 11.3 12.1 12.2 12.3 13.1 13.2 13.3 14.1 14.2 14.3 15.1 15.2 15.3 16.1 16.2 16.3 15.1 15.2 15.3 15.4"
+    "1.1 1.2 1.3 2.1 2.2 2.3 2.4 3.1 3.2 3.3 4.1 4.2 4.3 5.2 5.3 6.1 6.2 6.3 8.1 8.2 8.3 9.1 9.2 9.3 10.1 10.2 10.3"
+    " 11.1 11.2 11.3 12.1 12.2 12.3 13.1 13.2 13.3 14.1 14.2 14.3 15.1 15.2 15.3 16.1 16.2 16.3 15.1 15.2 15.3 15.4"
 )
 
 
@@ -35,7 +35,8 @@ def fifteen() -> Finding:
     source="all headings",
     verdict="refuted",
     evidence="reading of a text",
-    why="there is no section 7 and no 5.1, and the subsections of 17 are called 15.1 to 15.4, three of which exist already",
+    why="there is no section 7 and no 5.1, and the subsections of 17 are called 15.1 to 15.4, three of which exist"
+    " already",
 )
 def numbering() -> Finding:
     sections = list(map(int, SECTIONS.split()))
@@ -51,7 +52,7 @@ def numbering() -> Finding:
     "The nine variants compress keys and values, or mix heads, and each generalises grouped-query attention",
     source="introduction",
     verdict="refuted",
-    evidence="property test",
+    evidence="evaluation",
     why="interleaved heads cache the keys and values of all heads, as many numbers as multi-head attention, and have no"
     " groups; CCA has as many keys as queries",
 )
@@ -62,8 +63,8 @@ def variants() -> Finding:
     axes = {name: next(i for i in cca.OPERATOR.inputs if i.name == name).axes for name in ("q", "k")}
     return holds(
         Kc.size + Vc.size < whole and axes["q"] != axes["k"],
-        f"3 tokens, 4 heads of 2: interleaved heads cache {Kc.size + Vc.size} numbers, MHA {whole}; queries and keys of CCA"
-        f" both {axes['q']}",
+        f"3 tokens, 4 heads of 2: interleaved heads cache {Kc.size + Vc.size} numbers, MHA {whole}; queries and keys of"
+        f" CCA both {axes['q']}",
     )
 
 
@@ -81,8 +82,8 @@ N4 = unchecked(
     source="introduction; 3.3, Pros",
     verdict="holds only if",
     evidence="recomputation",
-    why="performance means what was measured: a state of fixed size tells finitely many pasts apart (survey.T6), and to lose"
-    " none of n tokens it has to grow with n",
+    why="performance means what was measured: a state of fixed size tells finitely many pasts apart (survey.T6), and to"
+    " lose none of n tokens it has to grow with n",
 )
 def triangle() -> Finding:
     def needed(n: int, token_bits: int = 16) -> int:
@@ -93,5 +94,6 @@ def triangle() -> Finding:
     return conditional(
         needed(1000) <= state,
         needed(10000) <= state,
-        f"a 64 x 64 state in float32 has {state} bits; 1000 tokens of 16 bits need {needed(1000)}, 10000 {needed(10000)}",
+        f"a 64 x 64 state in float32 has {state} bits; 1000 tokens of 16 bits need {needed(1000)}, 10000"
+        f" {needed(10000)}",
     )

@@ -24,7 +24,7 @@ def table(claims: Sequence[Record], width: int = NARROWEST) -> str:
     lines = []
     for c in claims:
         head = c["id"].ljust(ids) + c["verdict"].ljust(verdicts)
-        lines += textwrap.wrap(f"{c['text']}   [{c['source']}]", width, initial_indent=head, subsequent_indent=margin)
+        lines += _wrapped(f"{c['text']}   [{c['source']}]", width, head, margin)
         if c["why"]:
             lines += _labelled(LABELS[c["verdict"]], c["why"], width, margin)
     return "\n".join([*lines, "", counts(claims)])
@@ -52,7 +52,7 @@ def as_json(claims: Sequence[Record]) -> str:
 def explained(claim: Record, found: Record, width: int = NARROWEST) -> str:
     """One claim with the numbers of its check, just run."""
     width = min(max(width, NARROWEST), WIDEST)
-    lines = textwrap.wrap(f"{claim['id']}   {claim['text']}", width, subsequent_indent="  ")
+    lines = _wrapped(f"{claim['id']}   {claim['text']}", width, "", "  ")
     lines += _labelled("source", claim["source"], width)
     lines += _labelled("verdict", claim["verdict"], width)
     if claim["why"]:
@@ -80,10 +80,16 @@ def objection(claim: Record, found: Record) -> str:
 def counts(claims: Sequence[Record]) -> str:
     """The closing line."""
     of = Counter(c["verdict"] for c in claims)
-    return f"{len(claims)} claims: " + ", ".join(f"{of[verdict]} {verdict}" for verdict in ORDER if of[verdict])
+    return f"{len(claims)} claim{'s' * (len(claims) != 1)}: " + ", ".join(
+        f"{of[verdict]} {verdict}" for verdict in ORDER if of[verdict]
+    )
 
 
 def _labelled(label: str, text: str, width: int, margin: str = "") -> list[str]:
-    head = f"{margin}  {label.ljust(16)}" if not margin else f"{margin}{label}: "
-    below = margin + (" " * 18 if not margin else "  ")
-    return textwrap.wrap(text, width, initial_indent=head, subsequent_indent=below, break_on_hyphens=False)
+    """Below an entry of the table, or as a line of its own with its label in a column."""
+    head = f"{margin}{label}: " if margin else f"  {label}".ljust(18)
+    return _wrapped(text, width, head, margin + "  " if margin else " " * 18)
+
+
+def _wrapped(text: str, width: int, first: str, later: str) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)

@@ -63,7 +63,7 @@ class Mutant:
     """`what` completes "the reference with ...". `forward` and `vjp` are single-head; None keeps the reference's own.
     `batched` replaces both for what goes wrong around them: a function of (B, H, T, D) arrays, perhaps with a `vjp`.
 
-    `killed_by` names laws that must each kill it, in the profile "smoke"; `dtype` is the input dtype in which it is
+    `killed_by` names laws that must each kill it, in the profile "short"; `dtype` is the input dtype in which it is
     wrong; `chunk` its chunk; `source` the public bug of which it is a model, by its name in the design record."""
 
     name: str

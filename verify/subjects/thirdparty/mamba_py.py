@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +64,8 @@ def step(
         "out_proj.weight": W_out.T,
     }
     block, u = _step(E, D, N, W, Q), x.new_zeros(len(x), D, W - 1) if u0 is None else u0.transpose(1, 2)
-    h, rows = h0, []
+    h: Any = h0  # theirs starts from none, too
+    rows = []
     for t in range(x.shape[1]):
         y, (h, u) = functional_call(block, {f"block.{n}": w for n, w in weights.items()}, (x[:, t], (h, u)))
         rows.append(y)
@@ -75,7 +77,7 @@ class _Step(nn.Module):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.block = block
+        self.block: Any = block
 
     def forward(self, x: Tensor, cache: tuple[Tensor | None, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return self.block.step(x, cache)

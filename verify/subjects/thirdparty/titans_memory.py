@@ -72,7 +72,7 @@ def two_layers(
 
 
 def run(
-    memory: nn.Module, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor, size: int | None,
+    memory: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor, size: int | None,
     M: dict[str, Tensor], S: dict[str, Tensor],
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
     """What is read, the parameters of the memory and their momenta; size None: all gradients at the first memory."""
@@ -87,7 +87,7 @@ def run(
 
 
 @functools.cache
-def memory(D: int, F: int = 0, **options: Any) -> nn.Module:
+def memory(D: int, F: int = 0, **options: Any) -> Any:
     """A memory of D channels, with F hidden ones if there are two layers. Keys, values and gates come side by side."""
     theirs = _package()
     model = _TwoLayers(D, F) if F else theirs.MemoryMLP(D, depth=1)
@@ -104,8 +104,8 @@ def memory(D: int, F: int = 0, **options: Any) -> nn.Module:
 class _Gate(nn.Sequential):
     """A gate that is handed in as it is, where a sigmoid would be taken."""
 
-    def forward(self, x: Tensor) -> Any:
-        return _Open(super().forward(x))
+    def forward(self, input: Tensor) -> Any:
+        return _Open(super().forward(input))
 
 
 class _Open:

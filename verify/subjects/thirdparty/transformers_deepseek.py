@@ -56,7 +56,7 @@ def _mla(
 
 
 @functools.cache
-def deepseek(how: str, N: int, K: int, R: int, V: int, L: int) -> nn.Module:
+def deepseek(how: str, N: int, K: int, R: int, V: int, L: int) -> Any:
     """It takes queries of N heads, latents and rotary keys side by side. Latents are not normalised."""
     theirs = import_module("transformers.models.deepseek_v3.modeling_deepseek_v3")
     config = theirs.DeepseekV3Config(

@@ -2,7 +2,7 @@
 
 They are the released Euler form, B bar = delta B. Whatever dtype comes in, they compute in float32. Nothing but a step
 of decoding takes a state: where several tokens follow on a cache, the convolution goes on from it, but the scan starts
-again from zero (tests/test_witnesses.py). The argument for the cache is `cache`; any other name is ignored.
+again from zero (tests/test_witnesses.py). The argument for it is `cache`; by another name it is ignored.
 
 Where mamba_ssm is installed its kernels, for GPUs, take the place of these functions, so they are called by what lies
 below their decorators.

@@ -1,4 +1,4 @@
-"""ZAYA's attention in transformers, which is `ccgqa`, the published code of compressed convolutional attention.
+"""ZAYA's attention in transformers, which is `ccgqa`, and with a key for each query `cca`: their published code.
 
 Its projections are replaced by selections of channels, so that what they would give is handed in, and that of the
 output by nothing. Its temperatures are factors of the keys, where the operator has e^beta. Its norms are at least the
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from importlib import import_module
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,20 @@ def sdpa(
     return _attention("sdpa", q, k, v, filters, beta, scale, base, q0, k0, v0, K0, V0)
 
 
+@implements("cca", name="transformers.ZayaAttention.sdpa", dtypes=("float64",), fixed={"norm_eps": 2.0**-52}, **_COMMON)
+def a_key_each(
+    q: Tensor, k: Tensor, v: Tensor, w1q: Tensor, b1q: Tensor, w2q: Tensor, b2q: Tensor, w1k: Tensor, b1k: Tensor,
+    w2k: Tensor, b2k: Tensor, beta: Tensor, scale: float | None = None, base: float = 10000.0,
+    q0: Tensor | None = None, k0: Tensor | None = None, v0: Tensor | None = None, K0: Tensor | None = None,
+    V0: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """One query a group, by scaled_dot_product_attention."""
+    filters = {"q": tuple(w[:, None] for w in (w1q, b1q, w2q, b2q)), "k": (w1k, b1k, w2k, b2k)}
+    q, q0 = q[:, :, :, None], None if q0 is None else q0[:, :, :, None]
+    O, q_last, *others = _attention("sdpa", q, k, v, filters, beta, scale, base, q0, k0, v0, K0, V0)
+    return O[:, :, :, 0], q_last[:, :, :, 0], *others
+
+
 def _attention(
     how: str, q: Tensor, k: Tensor, v: Tensor, filters: dict[str, tuple[Tensor, ...]], beta: Tensor,
     scale: float | None, base: float, q0: Tensor | None, k0: Tensor | None, v0: Tensor | None, K0: Tensor | None,
@@ -80,7 +95,7 @@ def _attention(
 
 
 @functools.cache
-def zaya(how: str, G: int, M: int, D: int, W: int, J: int) -> nn.Module:
+def zaya(how: str, G: int, M: int, D: int, W: int, J: int) -> Any:
     """It takes queries, keys and values side by side, D channels for each head of any."""
     theirs = import_module("transformers.models.zaya.modeling_zaya")
     config = theirs.ZayaConfig(

@@ -119,6 +119,9 @@ class CompressedConvolutionalAttention(nn.Module):
     Raises ValueError for a value outside these.
     """
 
+    w1q: nn.Parameter
+    w2q: nn.Parameter
+
     def __init__(
         self,
         d_model: int,

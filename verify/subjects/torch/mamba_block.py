@@ -86,6 +86,19 @@ class MambaBlock(nn.Module):
 
     STEPS = (1e-3, 0.1)  # the steps of a token of zeros
 
+    W_in: nn.Parameter
+    W_z: nn.Parameter
+    w_conv: nn.Parameter
+    b_conv: nn.Parameter
+    W_down: nn.Parameter
+    W_dt: nn.Parameter
+    b_dt: nn.Parameter
+    W_B: nn.Parameter
+    W_C: nn.Parameter
+    A_log: nn.Parameter
+    skip: nn.Parameter
+    W_out: nn.Parameter
+
     def __init__(
         self, d_model: int, d_state: int = 16, d_conv: int = 4, expand: int = 2, dt_rank: int | None = None
     ) -> None:

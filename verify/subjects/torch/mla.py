@@ -25,6 +25,7 @@ from mixproof.verify.subjects.torch import _arguments as arguments
 from mixproof.verify.subjects.torch import _latent as latent
 from mixproof.verify.subjects.torch._latent import Results
 from mixproof.verify.subjects.torch.gqla import GroupQueryLatentAttention
+from mixproof.verify.subjects.torch.softmax_attention import width_scale
 
 _AXES = {
     "qc": "BTNK", "qr": "BTNR", "c": "BTL", "kr": "BTR", "Uk": "NKL", "Uv": "NVL", "C0": "BPL", "Kr0": "BPR",
@@ -61,7 +62,7 @@ def decompressed(
     """Logits as real parts of complex products: q e^(i n theta), and keys likewise, conjugate.  -> O, (B, P + T, L)."""
     latent.checked(_TURNED, (q, c, Uk, Uv, C0), scale, base)
     wide, dtype = arguments.widest(q, c, Uk, Uv, C0), q.dtype
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = width_scale(scale, q.shape[-1])
     with arguments.no_autocast(q):
         q, c, Uk, Uv = (x.to(wide) for x in (q, c, Uk, Uv))
         n, C = latent.positions(C0, c), latent.appended(C0, c)

@@ -25,6 +25,7 @@ from mixproof.verify import implements
 from mixproof.verify.subjects.torch import _arguments as arguments
 from mixproof.verify.subjects.torch import _latent as latent
 from mixproof.verify.subjects.torch._latent import Cache, Results
+from mixproof.verify.subjects.torch.softmax_attention import width_scale
 
 AXES = {
     "qc": "BTNK", "qr": "BTNR", "c": "BTXL", "kr": "BTR", "gain": "XL", "Uk": "XNKL", "Uv": "XNVL", "C0": "BPXL",
@@ -47,8 +48,8 @@ def expanded(
     check(qc, qr, c, kr, gain, Uk, Uv, scale, base, eps, C0, Kr0)
     X = len(Uk)
     c = normalised(c, gain, eps)
-    queries = (q[:, :, None, :, None].expand(-1, -1, X, -1, -1, -1).to(c.dtype) for q in (qc, qr))
-    O, C, Kr = latent.attend(latent.expanded, *queries, c, kr, Uk, Uv, scale, base, C0, Kr0)
+    Q, Qr = (q[:, :, None, :, None].expand(-1, -1, X, -1, -1, -1).to(c.dtype) for q in (qc, qr))
+    O, C, Kr = latent.attend(latent.expanded, Q, Qr, c, kr, Uk, Uv, scale, base, C0, Kr0)
     return (O[:, :, :, :, 0].sum(2) * X**-0.5).to(qc.dtype), C, Kr
 
 
@@ -63,9 +64,11 @@ def sharded(
     with arguments.no_autocast(c):
         queries = qc[:, :, None, :, None], qr[:, :, None, :, None]
         Q, Qr, C, Kr = latent.prepared(*queries, normalised(c, gain, eps), kr, base, C0, Kr0, wide)
-        scale = (Q.shape[-1] + Qr.shape[-1]) ** -0.5 if scale is None else scale
+        scale = width_scale(scale, Q.shape[-1] + Qr.shape[-1])
         parts = zip(C.split(1, dim=2), Uk.to(wide).split(1), Uv.to(wide).split(1), strict=True)
-        shards = [latent.absorbed(Q, Qr, c.transpose(1, 2), Kr, k, v, scale, chunk) * X**-0.5 for c, k, v in parts]
+        shards: list[Tensor] = [
+            latent.absorbed(Q, Qr, c.transpose(1, 2), Kr, k, v, scale, chunk) * X**-0.5 for c, k, v in parts
+        ]
         return sum(shards[1:], start=shards[0]).movedim(4, 1)[:, :, 0, :, 0].to(qc.dtype), C, Kr
 
 

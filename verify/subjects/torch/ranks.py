@@ -146,7 +146,18 @@ class Ranks:
         self._answered(START)
 
     def _answered(self, seconds: float) -> None:
-        """Wait until every rank has done what it was told. Raises RankError after the processes are gone."""
+        """Wait until every rank has done what it was told. If one has not, or the wait is cut short, all are ended."""
+        try:
+            if failure := self._failure(seconds):
+                raise RankError(failure)
+        except BaseException:
+            for worker in self._workers:
+                worker.process.kill()
+            self.close()
+            raise
+
+    def _failure(self, seconds: float) -> str:
+        """Which rank did not do what it was told, and what is known of it; or nothing."""
         waiting, raised, dead = dict(enumerate(self._workers)), {}, []
         deadline = time.monotonic() + seconds
         while waiting:
@@ -164,19 +175,11 @@ class Ranks:
                         dead.append(rank)
             if raised or dead:
                 deadline = min(deadline, time.monotonic() + GRACE)
-        if not (raised or dead or waiting):
-            return
         if dead:  # others may have raised for the loss of it
-            message = self._death(dead[0])
-        elif raised:
-            rank, text = next(iter(raised.items()))
-            message = f"rank {rank} of {self.count} raised {text}"
-        else:
-            message = self._silence(list(waiting), seconds)
-        for worker in self._workers:
-            worker.process.kill()
-        self.close()
-        raise RankError(message)
+            return self._death(dead[0])
+        for rank, text in raised.items():  # the first one
+            return f"rank {rank} of {self.count} raised {text}"
+        return self._silence(list(waiting), seconds) if waiting else ""
 
     def _death(self, rank: int) -> str:
         process = self._workers[rank].process
@@ -186,9 +189,10 @@ class Ranks:
         return f"rank {rank} of {self.count} {how} (exit code {code}){_indented(self._stack(rank))}"
 
     def _silence(self, ranks: list[int], seconds: float) -> str:
-        """Those first that wait for nobody."""
+        """Named are those that wait for nobody; then where each of them is."""
         for rank in ranks:
-            os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 4 * GRACE
         while time.monotonic() < deadline and not all(map(self._stack, ranks)):
             time.sleep(GRACE / 5)
@@ -196,10 +200,9 @@ class Ranks:
         stacks = {rank: self._stack(rank) for rank in ranks}
         guilty = [rank for rank, stack in stacks.items() if _COLLECTIVES not in stack] or ranks
         named = f"rank{'s' * (len(guilty) > 1)} {', '.join(map(str, guilty))} of {self.count}"
-        told = [
-            f"\nrank {rank}:{_indented(stack or 'stopped, or busy outside Python')}" for rank, stack in stacks.items()
-        ]
-        return f"{named} gave no answer within {seconds:g} s" + "".join(told)
+        where = {rank: stack or "stopped, or busy outside Python" for rank, stack in stacks.items()}
+        told = "".join(f"\nrank {rank}:{_indented(text)}" for rank, text in where.items())
+        return f"{named} gave no answer within {seconds:g} s{told}"
 
     def _stack(self, rank: int) -> str:
         """What a rank wrote of where it was, innermost first, as far as this module."""
@@ -241,15 +244,15 @@ def _work(rank: int, count: int, backend: str, seconds: float, folder: Path, con
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):  # nobody listens any more
-        meeting = {"store": dist.FileStore(str(folder / "store"), count), "rank": rank, "world_size": count}
+        place = (folder / "store").as_uri()
         limit = timedelta(seconds=START + seconds)  # for ranks whose caller is gone; any other finds out before
-        connection.send(_failure(lambda: dist.init_process_group(backend, timeout=limit, **meeting)))
+        connection.send(_attempted(lambda: dist.init_process_group(backend, place, limit, count, rank)))
         while True:
             connection.recv()
-            connection.send(_failure(lambda: _done(folder / f"job-{rank}")))
+            connection.send(_attempted(lambda: _done(folder / f"job-{rank}")))
 
 
-def _failure(step: Callable[[], Any]) -> str:
+def _attempted(step: Callable[[], Any]) -> str:
     """What a step raised and where, or nothing."""
     try:
         step()

@@ -1,7 +1,7 @@
 """Operators across ranks of torch.distributed: linear attentions by parts of the sequence, latents by blocks, caches by
 keys.
 
-Source: survey, section 10 (MLRA); Sun et al. 2024 (LASP-2) for states across ranks; Milakov and Gimelshein 2018,
+Source: survey, section 10 (MLRA); Sun et al. 2025 (LASP-2) for states across ranks; Milakov and Gimelshein 2018,
 section 3.1, for merging parts of a softmax.
 
     letter  shape           meaning
@@ -87,10 +87,10 @@ def mlra(
     blocks, differentiable = agreed(group, check, whole_mlra.AXES, tensors, scalars, "X")
     wide = arguments.widest(*tensors.values())
     with arguments.no_autocast(c):
-        queries = (q[:, :, None, :, None].expand(-1, -1, len(Uk), -1, -1, -1) for q in (qc, qr))
-        Q, Qr, C, Kr = latent.prepared(*queries, whole_mlra.normalised(c, gain, eps), kr, base, C0, Kr0, wide)
-        scale = (Q.shape[-1] + Qr.shape[-1]) ** -0.5 if scale is None else scale
-        Z = latent.absorbed(Q, Qr, C.transpose(1, 2), Kr, Uk.to(wide), Uv.to(wide), scale, chunk)
+        Q, Qr = (q[:, :, None, :, None].expand(-1, -1, len(Uk), -1, -1, -1) for q in (qc, qr))
+        Q, Qr, C, Kr = latent.prepared(Q, Qr, whole_mlra.normalised(c, gain, eps), kr, base, C0, Kr0, wide)
+        given = width_scale(scale, Q.shape[-1] + Qr.shape[-1])
+        Z = latent.absorbed(Q, Qr, C.transpose(1, 2), Kr, Uk.to(wide), Uv.to(wide), given, chunk)
         O = added(Z.sum(1) * sum(blocks) ** -0.5, differentiable, group)
         return O.movedim(3, 1)[:, :, :, 0].to(qc.dtype), C, Kr
 

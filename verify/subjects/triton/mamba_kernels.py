@@ -9,8 +9,8 @@ be zero; tokens that are not there have steps of zero, which change no state.
 All compute in float32: inputs are converted on load, results on store; offsets are 64-bit. Programs are numbered along
 one axis (the others end at 65,535)."""
 
-# pyright: reportArgumentType=false, reportOperatorIssue=false
-# (device functions take constants for constexpr, and give tuples)
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# (device functions take constants for constexpr, and give tuples; static_range has no iterator in Python)
 
 from mixproof.verify.subjects.triton import interpreter
 

@@ -13,6 +13,7 @@ Autograd keeps the inputs, O and L, and no matrix of T x S.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +59,7 @@ class Blockwise(torch.autograd.Function):
         P: int,
     ) -> Tensor:
         (B, T, H, D), (S, V) = q.shape, (v.shape[1], v.shape[3])
-        scale = D**-0.5 if scale is None else scale
-        call = _Call(float(scale), causal, bias is not None, P, (B, H, T, S, D, V))
+        call = _Call(float(D**-0.5 if scale is None else scale), causal, bias is not None, P, (B, H, T, S, D, V))
         out = torch.empty(B, T, H, V, dtype=q.dtype, device=q.device)
         L = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
         with launching(q):
@@ -120,6 +120,6 @@ def _start(
         )  # fmt: skip
 
 
-def check(arguments: dict[str, tuple[Tensor | None, str]], states: tuple[str, ...] = ()) -> None:
+def check(arguments: Mapping[str, tuple[Tensor | None, str]], states: tuple[str, ...] = ()) -> None:
     """Raises TypeError or ValueError naming the argument that does not fit: tensors come with their axes."""
     checked(arguments, states, parameters=("b",))
