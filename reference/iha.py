@@ -168,5 +168,5 @@ def _operator(name: str, index: bool, sees: str) -> Operator:
     )
 
 
-OPERATOR = _operator("iha", False, "all pseudo-heads of the tokens up to the query's")
-INDEX_CAUSAL = _operator("iha.index_causal", True, "the places up to the query's")
+OPERATOR = _operator("iha", False, "of tokens up to its own")
+INDEX_CAUSAL = _operator("iha.index_causal", True, "up to its own")

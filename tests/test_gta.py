@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from witness import assert_agrees, close, draw
 
 from mixproof.reference import gta, operator
 from mixproof.reference.primitives import sigmoid, silu, turned
+from mixproof.verify.subjects.boundary_torch import counted
 from mixproof.verify.subjects.torch.gta import (
     Cache,
     GroupedLatentAttention,
@@ -166,9 +166,7 @@ def test_the_gate_is_the_only_place_where_released_values_meet_a_nonlinearity():
 def operations(form, G, M, T=16, K=4):
     """Multiplications and additions of maps and sums over tokens; decoding is left out by its difference."""
     x = {n: torch.zeros(1, T, G, M, K) for n in "qk"} | {"c": torch.zeros(1, T, 1), "U": torch.zeros(G, M, K, 1)}
-    with FlopCounterMode(display=False) as counter:
-        form(**x)
-    return counter.get_total_flops() - 2 * T * G * M * K
+    return counted(lambda: form(**x)) - 2 * T * G * M * K
 
 
 @pytest.mark.parametrize("M", [2, 4, 8])

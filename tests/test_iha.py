@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from witness import assert_agrees, close, draw
 
 from mixproof.reference import iha, operator
 from mixproof.reference.primitives import turned
+from mixproof.verify.subjects.boundary_torch import counted
 from mixproof.verify.subjects.torch.iha import InterleavedHeadAttention, index_causal, interleaved
 
 OPERATORS = {"iha": iha.OPERATOR, "iha.index_causal": iha.INDEX_CAUSAL}
@@ -157,9 +157,7 @@ def test_mixing_costs_three_tensors(N, J):
 def operations(N, J, T=32, E=16):
     x = {n: torch.zeros(1, T, N, E // N) for n in "qkv"}
     mix = {n: torch.zeros(N, J, N) for n in ("aq", "ak", "av")} | {"r": torch.zeros(N, J)}
-    with FlopCounterMode(display=False) as counter:
-        interleaved(**x, **mix, chunk=T)
-    return sum(n for f, n in counter.get_flop_counts()["Global"].items() if "bmm" in str(f))
+    return counted(lambda: interleaved(**x, **mix, chunk=T))
 
 
 def test_maps_cost_as_the_square_of_pseudo_heads_whatever_the_heads():

@@ -13,8 +13,6 @@ from mixproof.verify.subjects.triton import compiled
 if find_spec("torch") is None or find_spec("triton") is None:
     pytest.skip("torch and triton are needed", allow_module_level=True)
 
-pytestmark = pytest.mark.xdist_group("compiled")  # one process: each target takes a minute
-
 FORWARD = {"normaliser_kernel", "gamma_kernel", "aggregate_kernel", "prefix_kernel", "read_kernel"}
 GMA = FORWARD | {"quotient_kernel", "centre_kernel", "value_kernel", "mixture_kernel"}
 ATTENTION = {"forward_kernel", "query_kernel", "key_kernel", "value_kernel"}
@@ -22,39 +20,31 @@ SCAN = {"forward_kernel", "backward_kernel"}
 TALA = {"states_kernel", "read_kernel", "gradient_kernel"}
 
 
-@pytest.fixture(scope="module", params=compiled.TARGETS)
-def rows(request) -> list[compiled.Resources]:
-    return compiled.resources(request.param)
+@pytest.mark.parametrize("target", compiled.TARGETS)
+def test_every_kernel_compiles_and_fits(target):
+    """In one test a target: it is compiled once, whichever process runs it."""
+    rows = compiled.resources(target)
+    every_kernel_is_there(rows)
+    for row in rows:
+        assert 0 < row.registers <= (512 if row.target.startswith("gfx") else 255), row
+        assert row.shared <= compiled.TARGETS[row.target][3], row
+        assert (row.spill_stores, row.spill_loads, row.stack) == (0, 0, 0), row
+    # dot products are in full float32: on sm_90 by no matrix instruction at all, on gfx942 by one for float32
+    kinds = {kind for row in rows for kind in row.matrix}
+    assert all("f32_16x16x4_f32" in kind or "f32_32x32x2_f32" in kind for kind in kinds)
+    assert bool(kinds) == (target == "gfx942")
 
 
-def test_every_kernel_is_compiled_in_every_configuration(rows):
+def every_kernel_is_there(rows):
     by_name: dict[str, set[str]] = {}
     for row in rows:
         by_name.setdefault(row.configuration, set()).add(row.kernel)
     assert len([name for name in by_name if name.startswith("gma")]) == 5
     assert by_name["gma K64 R64 V64 float32"] == by_name["gma K1 R1 V1 float32"] == GMA
-    tala = [kernels for name, kernels in by_name.items() if name.startswith("tala")]
-    assert len(tala) == 4
-    assert all(kernels == TALA for kernels in tala)
-    for word, kernels in (("attention", ATTENTION), ("scan", SCAN)):
-        found = [k for name, k in by_name.items() if name.startswith(word)]
-        assert found == [kernels] * 3
+    for word, kernels, count in (("tala", TALA, 4), ("attention", ATTENTION, 3), ("scan", SCAN, 3)):
+        assert [k for name, k in by_name.items() if name.startswith(word)] == [kernels] * count
     # without inputs in the dtype a kernel is the same in all of them, and listed once
     assert by_name["gma K64 R64 V64 bfloat16"] == GMA - {"prefix_kernel", "gamma_kernel", "centre_kernel"}
-
-
-def test_every_kernel_fits(rows):
-    for row in rows:
-        assert 0 < row.registers <= (512 if row.target.startswith("gfx") else 255), row
-        assert row.shared <= compiled.TARGETS[row.target][3], row
-        assert (row.spill_stores, row.spill_loads, row.stack) == (0, 0, 0), row
-
-
-def test_dot_products_are_in_full_float32(rows):
-    """On sm_90 that means no matrix instruction at all; on gfx942 there is one for float32."""
-    kinds = {kind for row in rows for kind in row.matrix}
-    assert all("f32_16x16x4_f32" in kind or "f32_32x32x2_f32" in kind for kind in kinds)
-    assert bool(kinds) == (rows[0].target == "gfx942")
 
 
 GREEDY = """

@@ -130,7 +130,7 @@ def new(arguments: argparse.Namespace) -> int:
 
 
 def list_all(arguments: argparse.Namespace) -> int:
-    """Operators with their inputs, forms, laws and implementations."""
+    """Operators with their inputs, forms, laws, implementations, and witnesses: other people's."""
     from mixproof.reference import OPERATORS
     from mixproof.verify.cells import entries, laws_for
     from mixproof.verify.declare import find
@@ -146,7 +146,8 @@ def list_all(arguments: argparse.Namespace) -> int:
             if e.operator == name:
                 missing = e.missing()
                 reason = f"   not run here: {missing} is not installed" if missing else ""
-                print(f"  implementation   {e.name}{reason}")
+                kind = "witness" if ".thirdparty." in e.module else "implementation"
+                print(f"  {kind:16s} {e.name}{reason}")
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from mixproof.reference.spec import Input
 from mixproof.verify.declare import find
 
@@ -28,8 +30,8 @@ from mixproof.verify import implements
 
 
 @implements("{name}", layout="B T H D", dtypes=("float32",))
-def mine({arguments}):
-    return kernel({call})
+{head}
+{body}
 '''
 CHUNK_NOTE = "\n#   chunk=64                            its chunk size: lengths around it are tried"
 
@@ -44,11 +46,21 @@ def adapter(name: str) -> str:
         shapes="\n".join(f"#   {x.name:8s} {_shape(x)}" for x in op.inputs),
         outputs="\n".join(f"#   {y.name:8s} ({', '.join(_axes(y.role, y.axes))})" for y in op.outputs),
         T=op.token_axes[0],
-        arguments=", ".join(f"{x.name}={x.default!r}" if x.optional else x.name for x in op.inputs),
-        call=", ".join(f"{x.name}={x.name}" if x.optional else x.name for x in op.inputs),
+        head=_wrapped("def mine(", [f"{x.name}={x.default!r}" if x.optional else x.name for x in op.inputs], "):"),
+        body=_wrapped("    return kernel(", [f"{x.name}={x.name}" if x.optional else x.name for x in op.inputs], ")"),
         function=op.name.replace(".", "_"),
         chunk_note=CHUNK_NOTE if any(f.chunked for f in op.forms) else "",
     )
+
+
+def _wrapped(start: str, arguments: list[str], end: str) -> str:
+    """A call on one line, or on several where it is long."""
+    line = start + ", ".join(arguments) + end
+    if len(line) <= 100:
+        return line
+    indent = " " * (len(start) - len(start.lstrip()))
+    inner = textwrap.wrap(" ".join(f"{a}," for a in arguments), 96 - len(indent))
+    return "\n".join([start, *(f"{indent}    {row}" for row in inner), indent + end])
 
 
 def _axes(role: str, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -199,7 +199,7 @@ def _others(V: int) -> dict[str, int]:
 def atlas(domain: Domain, small: bool = False, extreme: bool = False) -> Iterator[Case]:
     """The cases tried first, fixed for all time: each length, each regime, each state, each dtype.
 
-    `small` passes once over lengths and regimes, the dtypes in turn (slow implementations, the profiles smoke and short)."""
+    `small` passes once over lengths and regimes, the dtypes in turn: of slow implementations, and in short profiles."""
     odd = [(1, 1, 1), (2, 3, 5), (3, 2, 7), (5, 4, 2), (16, 8, 16), (2, 1, 3)]
     heads = [(1, 1), (1, 2), (2, 1), (1, 3), (1, 1), (2, 2)]
     C = domain.chunk

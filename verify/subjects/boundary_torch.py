@@ -214,6 +214,11 @@ class _Counter(TorchDispatchMode):
 
 def flops(subject: Any, native: Mapping[str, Any]) -> int:
     """Floating-point operations of the matrix products."""
+    return counted(lambda: subject.invoke(native))
+
+
+def counted(call: Callable[[], Any]) -> int:
+    """Floating-point operations of the matrix products in a call."""
     with _Counter() as counter:
-        subject.invoke(native)
+        call()
     return counter.total
