@@ -22,7 +22,7 @@ from mixproof.verify.regimes import DEFAULTS, REGIMES
 
 NAMES = tuple(OPERATORS)
 FLAGGED = tuple(n for n in NAMES if any(x.domain == "flag" for x in operator(n).inputs))
-TURNS = (DTYPES[:1], DTYPES[1:2], DTYPES[2:])  # the first two dtypes get every case, the others share
+TURNS = (DTYPES[:1], DTYPES[1:3])  # the first dtype gets every case, the next two share
 DTYPE_PAIRS = tuple((d, d if d == "float64" else "float32") for d in DTYPES)
 
 rules = st.fixed_dictionaries(

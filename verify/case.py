@@ -212,15 +212,16 @@ def atlas(domain: Domain, small: bool = False, extreme: bool = False) -> Iterato
         short = [T for T in lengths if T <= 129]  # enough for a regime; longer ones cost more than they find
         plan += [(short[(3 * i + 5) % len(short)] or 5, r) for i, r in enumerate(regimes)]
         for i, (T, regime) in enumerate(plan):
-            if (small and i % len(domain.dtypes) != d) or (d > 1 and i % 2 != d % 2):
-                continue  # the dtypes share one pass; in the long atlas, those beyond the second take turns
+            rhythm = len(domain.dtypes) if small else (1, 2, 2, 4)[d]
+            if i % rhythm != d % rhythm:
+                continue  # the dtypes share one pass; in the long atlas, those beyond the first take turns
             K, R, V = odd[(i + i // len(odd)) % len(odd)]
             B, H = heads[i % len(heads)]
             sizes = {"B": B, "H": H, "T": T, "S": max(1, T + (i % 3) - 1), "K": K, "R": R, "V": V, "D": R + 1}
             sizes["X"] = (4, 3, 2, 5, 1, 3, 4, 5, 2, 3, 2)[i % 11]  # no law picks every eleventh case
             # Of the extremes, `disjoint` needs a small state (a large one fills the denominator), `negative` the flag.
             # The flag has no period that a law's selection of every second or fourth case could fall in step with.
-            turn = i // 6 if d > 1 else 0  # those that take turns would meet every second state only
+            turn = i // 6 if d > 0 else 0  # those that take turns would meet every second state only
             state = ("random", *STATES)[(i + d + 2 * extreme + turn) % (1 + len(STATES))]
             flag = (i // 2 + i // 4 + extreme) % 2 == 0
             fields = dict(dtype=dtype, parameters=parameters, regime=regime, state=state, flag=flag, seed=i)

@@ -33,7 +33,7 @@ class Profile:
     name: str
     examples: int
     small: bool = False
-    slow_cases: int = 4
+    slow_cases: int = 3
     most: int | None = None
     derandomise: bool = True
     all_threads: bool = False
@@ -43,7 +43,7 @@ class Profile:
 PROFILES = {
     "smoke": Profile("smoke", 0, small=True, slow_cases=1, most=2),
     "short": Profile("short", 0, small=True, slow_cases=2),
-    "ci": Profile("ci", 12),
+    "ci": Profile("ci", 8),
     "nightly": Profile("nightly", 400, slow_cases=1000, derandomise=False, all_threads=True, brief=False),
 }
 

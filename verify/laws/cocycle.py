@@ -52,7 +52,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
 
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
-    for case in few(atlas(domain, small), 3 if small else 8):
+    for case in few(atlas(domain, small), 3 if small else 5):
         yield case.resized(T=domain.fit("T", TOKENS))
 
 

@@ -37,7 +37,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
 
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
-    return few(atlas(domain, small), 2 if small else 6)
+    return few(atlas(domain, small), 2 if small else 4)
 
 
 LAW = Law("constant_value", "constant v: all channels get one weight", "rounding", check, plan=plan, optional=True)

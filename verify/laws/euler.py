@@ -47,7 +47,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
 
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
-    return few(scalable(domain, small), 3 if small else 8)
+    return few(scalable(domain, small), 3 if small else 5)
 
 
 LAW = Law("euler", "<x, dx> = degree <O, dO>", "rounding", check, needs_gradients, plan, optional=True)

@@ -54,7 +54,7 @@ def _same(subject: Subject, case: Case, pair: list[dict[str, Any]], label: str) 
 
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
-    return few(atlas(domain, small), 3 if small else 8)
+    return few(atlas(domain, small), 3 if small else 5)
 
 
 LAW = Law("experts", "logits shift; experts alike are one", "rounding", check, plan=plan, optional=True)

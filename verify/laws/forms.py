@@ -27,7 +27,7 @@ def applies(subject: Subject) -> str:
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
     """Short sequences: the chunk sizes are ours to choose, so chunk edges lie anywhere."""
-    for i, case in enumerate(few(atlas(domain, small), 2 if small else 6)):
+    for i, case in enumerate(few(atlas(domain, small), 2 if small else 4)):
         T = domain.fit("T", (19, 33, 7)[i % 3])
         yield case.resized(T=T, S=T)
 

@@ -32,7 +32,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
 
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
-    return few((c for c in atlas(domain, small) if c.size("T") > 1), 2 if small else 8)
+    return few((c for c in atlas(domain, small) if c.size("T") > 1), 2 if small else 4)
 
 
 LAW = Law("future_length", "a prefix alone gives the same rows", "rounding", check, needs_causal, plan=plan)

@@ -24,7 +24,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
 
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
-    return few(scalable(domain, small), 3 if small else 8)
+    return few(scalable(domain, small), 3 if small else 5)
 
 
 LAW = Law("homogeneity", "scales with its inputs as it must", "bitwise", check, plan=plan, optional=True)

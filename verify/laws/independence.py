@@ -7,7 +7,7 @@ import numpy as np
 
 from mixproof.verify.arithmetic import round_to
 from mixproof.verify.case import Case, Domain, atlas
-from mixproof.verify.laws.law import Law, axes_of, few
+from mixproof.verify.laws.law import Law, axes_of, few, needs_own_calling
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
 
@@ -55,12 +55,12 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
 
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
-    for case in few(atlas(domain, small), 2 if small else 5):
+    for case in few(atlas(domain, small), 2 if small else 3):
         yield case.resized(B=domain.fit("B", 2), H=domain.fit("H", 2))
 
 
 def applies(subject: Subject) -> str:
-    return "" if {"B", "H"} & set(subject.layout) else "one sequence, one head"
+    return needs_own_calling(subject) or ("" if {"B", "H"} & set(subject.layout) else "one sequence, one head")
 
 
 LAW = Law("independence", "sequences and heads do not see each other", "bitwise", check, applies, plan)

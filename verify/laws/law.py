@@ -63,6 +63,13 @@ def needs_causal(subject: Subject) -> str:
     return "" if subject.operator.causal is not False and subject.domain().causal_only is not False else "not causal"
 
 
+def needs_own_calling(subject: Subject) -> str:
+    """The forms of a reference are called through one wrapper: the form of record stands for all."""
+    if not subject.name.startswith("reference.") or subject.name == f"reference.{subject.operator.forms[0].name}":
+        return ""
+    return "called as the form of record is"
+
+
 def needs_state(subject: Subject) -> str:
     if not subject.operator.state:
         return "the operator has no state"

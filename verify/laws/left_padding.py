@@ -38,7 +38,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
 
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
-    return few(atlas(domain, small), 3 if small else 8)
+    return few(atlas(domain, small), 3 if small else 5)
 
 
 LAW = Law("left_padding", "keys of zero before change nothing after", "rounding", check, plan=plan, optional=True)

@@ -43,7 +43,7 @@ def _linear(subject: Subject, state: str) -> bool:
 
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
-    return few(atlas(domain, small), 3 if small else 10)
+    return few(atlas(domain, small), 3 if small else 5)
 
 
 LAW = Law("linearity", "linear in v", "rounding", check, plan=plan, optional=True)

@@ -40,7 +40,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
 
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
-    return few(atlas(domain, small), 3 if small else 8)
+    return few(atlas(domain, small), 3 if small else 6)
 
 
 LAW = Law("reset", "a decay of zero forgets what was before", "bitwise", check, plan=plan, optional=True)

@@ -47,7 +47,7 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
 
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
-    yield from few(atlas(domain, small), 3 if small else 10)
+    yield from few(atlas(domain, small), 3 if small else 6)
     for case in atlas(domain, small, extreme=True):
         if case.regime == "far":  # logits large enough for exp(s - logsumexp(s)) to show, and more than one of them
             yield case.resized(**{a: max(n, 3) for a, n in case.sizes if a in ("T", "S", "K")})

@@ -10,7 +10,7 @@ from mixproof.verify.laws.law import Law, axes_of, expect, few, needs_state, tok
 from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence
 
-EVERY = 16  # sequences up to this length are split everywhere, longer ones around chunk edges
+EVERY = 8  # sequences up to this length are split everywhere, longer ones around chunk edges
 
 
 def check(subject: Subject, case: Case) -> list[Evidence]:
@@ -56,8 +56,8 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
 
 
 def plan(domain: Domain, small: bool) -> Iterator[Case]:
-    chosen = list(few(atlas(domain, small), 3 if small else 6))
-    short = [c.resized(T=domain.fit("T", min(c.size("T"), 13))) for c in chosen[: 1 if small else 3]]
+    chosen = list(few(atlas(domain, small), 3 if small else 4))
+    short = [c.resized(T=domain.fit("T", min(c.size("T"), 7))) for c in chosen[: 1 if small else 2]]
     yield from short + chosen
 
 
