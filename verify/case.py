@@ -221,8 +221,9 @@ def atlas(domain: Domain, small: bool = False, extreme: bool = False) -> Iterato
             sizes["X"] = (4, 3, 2, 5, 1, 3, 4, 5, 2, 3, 2)[i % 11]  # no law picks every eleventh case
             # Of the extremes, `disjoint` needs a small state (a large one fills the denominator), `negative` the flag.
             # The flag has no period that a law's selection of every second or fourth case could fall in step with.
-            turn = i // 6 if d > 0 else 0  # those that take turns would meet every second state only
-            state = ("random", *STATES)[(i + d + 2 * extreme + turn) % (1 + len(STATES))]
+            # Those that take turns would meet every second state only.
+            turn = i + (i // 6 if d > 1 else 0) if small else i // rhythm
+            state = ("random", *STATES)[(turn + d + 2 * extreme) % (1 + len(STATES))]
             flag = (i // 2 + i // 4 + extreme) % 2 == 0
             fields = dict(dtype=dtype, parameters=parameters, regime=regime, state=state, flag=flag, seed=i)
             yield domain.case(sizes, **fields)
