@@ -55,7 +55,7 @@ class States(NamedTuple):
 
 def tiles(K: int, V: int, chunk: int = 64) -> Tiles:
     # 1,024 responsibilities a tile: chosen so that no kernel spills registers on sm_90, whatever divides the sizes
-    # (tests/test_triton_compiled.py).
+    # (tests/test_compiled.py).
     BK = min(32, max(16, triton.next_power_of_2(K)))
     BT, BV = (min(most, max(16, triton.next_power_of_2(n))) for most, n in ((1024 // BK, chunk), (64, V)))
     return Tiles(BT, BK, BV)

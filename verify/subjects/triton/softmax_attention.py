@@ -88,7 +88,7 @@ class Blockwise(torch.autograd.Function):
 # ---- launches ------------------------------------------------------------------------------------------------------
 
 BT, BS = 32, 32  # queries and keys of a tile
-WIDTH = 32  # channels of a tile; wider ones spill registers on sm_90: tests/test_triton_compiled.py
+WIDTH = 32  # channels of a tile; wider ones spill registers on sm_90: tests/test_compiled.py
 
 
 class _Call(NamedTuple):

@@ -192,7 +192,7 @@ def _gradients(
     return dq, dk, da.sum(2)
 
 
-WIDTH = 32  # channels of a tile; wider ones spill registers on sm_90: tests/test_triton_compiled.py
+WIDTH = 32  # channels of a tile; wider ones spill registers on sm_90: tests/test_compiled.py
 
 
 def _tiles(n: int) -> int:
