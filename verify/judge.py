@@ -43,7 +43,7 @@ class Profile:
 PROFILES = {
     "smoke": Profile("smoke", 0, small=True, slow_cases=1, most=2),
     "short": Profile("short", 0, small=True, slow_cases=2),
-    "ci": Profile("ci", 8),
+    "ci": Profile("ci", 4),
     "nightly": Profile("nightly", 400, slow_cases=1000, derandomise=False, all_threads=True, brief=False),
 }
 
@@ -112,7 +112,7 @@ def _searched(subject: Subject, law: Law, profile: Profile, seed: int, cell: str
     domain = subject.domain()
     outcomes: list[Outcome] = []
     broken = None
-    enough = _most(subject, law, profile) if not subject.slow else None
+    enough = _most(subject, law, profile)
     for case in _cases(subject, law, domain, profile):
         if enough and sum(o.worst is not None for o in outcomes) >= enough:
             break
@@ -156,9 +156,7 @@ def _cases(subject: Subject, law: Law, domain: Domain, profile: Profile) -> Iter
     seen = set()
     brief = _briefly(subject, law, profile)
     most = _most(subject, law, profile)
-    if slow and most:
-        cases = few(cases, most)
-    elif most:  # spread over the plan; the others stand by for those that compare nothing
+    if most:  # spread over the plan; the others stand by for those that compare nothing
         listed = list(cases)
         cases = [*few(listed, most), *listed]
     for case in cases:

@@ -20,14 +20,13 @@ def subject(operator_name: str, name: str) -> Subject:
     """The form `reference.FORM` of an operator, run in plain NumPy float64 and float32."""
     operator = find_operator(operator_name)
     form = operator.form(name.removeprefix("reference."))
-    chunk = CHUNK if form.chunked else None
-    function = batched(operator, form.function, operator.vjp if form is operator.forms[0] else None, chunk)
+    function = batched(operator, form.function, operator.vjp if form is operator.forms[0] else None, CHUNK)
     declaration = Declaration(
         operator_name,
         name,
         layout="B H T D",
         dtypes=("float64", "float32"),
-        chunk=chunk,
+        chunk=CHUNK,  # of other forms too: they meet the same cases, and share their oracles
         gradients=form is operator.forms[0],
         at_least={"T": 0},
         framework="numpy",

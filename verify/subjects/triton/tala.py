@@ -91,8 +91,10 @@ def mome(
     Y (B, T, H, D) and S. Experts are heads of the kernels; the router E = softmax((k o v) W) is PyTorch's."""
     tokens = {"q": (q, "BTHD"), "k": (k, "BTHD"), "v": (v, "BTHD")}
     _check(chunk, tokens | {"W": (W, "HDX"), "a": (a, "HX"), "S0": (S0, "BHXDD")})
-    E = torch.softmax(torch.einsum("bthd,hdx->bthx", k.float() * v.float(), W.float()), -1)
-    experts = [x.float().repeat_interleave(a.shape[1], 2) for x in (q, k, v)]
+    # widened once: the gradient of a key that goes two ways is rounded once
+    wide = [x.float() for x in (q, k, v)]
+    E = torch.softmax(torch.einsum("bthd,hdx->bthx", wide[1] * wide[2], W.float()), -1)
+    experts = [x.repeat_interleave(a.shape[1], 2) for x in wide]
     states = None if S0 is None else S0.flatten(1, 2)
     O, S = _Chunkwise.apply(*experts, a.flatten().double(), states, 1.0, "constant", chunk)
     Y = (O.unflatten(2, a.shape) * E[..., None]).sum(3)
