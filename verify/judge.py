@@ -27,7 +27,7 @@ class Profile:
     """How long to look. `examples`: random cases for a law of search weight one; `small`: the short atlas only, and
     of a slow implementation only the core laws; `slow_cases`: how many of the atlas's cases a slow one gets for a core
     law, and half as many, no random ones and none longer than a chunk and a token, for another, if it is `brief`;
-    `most`: how many of the atlas's cases any implementation gets for a core law, and one for another, none longer;
+    `most`: core laws alone, on so many of the atlas's cases, none longer;
     `all_threads`: as many as the framework likes, where one is several times faster on small cases."""
 
     name: str
@@ -104,6 +104,8 @@ def _judge(subject: Subject, law: Law, profile: Profile, seed: int, cell: str) -
         return verdict
     if profile.small and subject.slow and not law.core:
         return Verdict(cell, "not run", why="a slow implementation: profiles ci and nightly judge this law")
+    if profile.most and not law.core:
+        return Verdict(cell, "not run", why="profiles short, ci and nightly judge this law")
     with nullcontext() if profile.all_threads else subject.framework.one_thread():
         return _searched(subject, law, profile, seed, cell)
 
@@ -174,7 +176,7 @@ def _most(subject: Subject, law: Law, profile: Profile) -> int | None:
     """How many cases of the atlas the implementation gets for this law; None: all."""
     if subject.slow:
         return max(1, profile.slow_cases // (2 if _briefly(subject, law, profile) else 1))
-    return profile.most if law.core or profile.most is None else 1
+    return profile.most
 
 
 def _briefly(subject: Subject, law: Law, profile: Profile) -> bool:
