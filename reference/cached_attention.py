@@ -20,7 +20,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from .caches import appended, paired, visible
 from .primitives import Array, either, masked, softmax, starts, stored
+from .softmax_attention import width_scale
 from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
 
 
@@ -46,7 +48,7 @@ def blockwise(
         m = l - np.inf
         for a in starts(len(K), chunk):
             c = slice(a, a + chunk)
-            s = masked(Q @ K[c].T * _scale(Q, scale), seen[:, c], -np.inf)
+            s = masked(Q @ K[c].T * width_scale(scale, Q.shape[-1]), seen[:, c], -np.inf)
             top = np.maximum(m, np.max(s, axis=1, keepdims=True))
             e, r = np.exp(s - top), np.exp(m - top)
             l, U, m = r * l + np.sum(e, axis=1, keepdims=True), r * U + e @ V[c], top
@@ -78,7 +80,7 @@ def decode(
     P = len(Kc) - len(k)
     rows = [q[:0, :, :, :1] * v[:0, :, None]]
     for n, Q in enumerate(q, P + 1):
-        O = [softmax(Q[g] @ Kc[:n, g].T * _scale(q, scale)) @ Vc[:n, g] for g in range(len(Q))]
+        O = [softmax(Q[g] @ Kc[:n, g].T * width_scale(scale, q.shape[-1])) @ Vc[:n, g] for g in range(len(Q))]
         rows.append(np.stack(O)[None])
     return np.concatenate(rows), Kc, Vc
 
@@ -92,7 +94,7 @@ def vjp(
     dVc += A^T dO;  dS = A * (dO Vc^T - rowsum(dO * O));  dq = scale dS Kc;  dKc += scale dS^T q."""
     check_cotangents(OPERATOR, cotangents, {"q": q, "k": k, "v": v, "K0": K0, "V0": V0})
     Kc, Vc = caches(k, v, K0, V0)
-    seen, P = visible(q, Kc), len(Kc) - len(k)
+    seen, P = seen_by_rows(q, Kc), len(Kc) - len(k)
     dq, dK, dV = [], [], []
     for g in range(q.shape[1]):
         Q, K, V, G = _rows(q[:, g]), Kc[:, g], Vc[:, g], _rows(cotangents["O"][:, g])
@@ -100,8 +102,8 @@ def vjp(
         dA = G @ V.T
         delta = either(np.sum(G * stored(A @ V), axis=1, keepdims=True), np.sum(A * dA, axis=1, keepdims=True))
         dS = A * (dA - delta)
-        dq.append((dS @ K * _scale(q, scale)).reshape(*q[:, g].shape))
-        dK.append(dS.T @ Q * _scale(q, scale) + cotangents["Kc"][:, g])
+        dq.append((dS @ K * width_scale(scale, q.shape[-1])).reshape(*q[:, g].shape))
+        dK.append(dS.T @ Q * width_scale(scale, q.shape[-1]) + cotangents["Kc"][:, g])
         dV.append(A.T @ G + cotangents["Vc"][:, g])
     dKc, dVc = np.stack(dK, axis=1), np.stack(dV, axis=1)
     return {"q": np.stack(dq, axis=1), "k": dKc[P:], "v": dVc[P:], "K0": dKc[:P], "V0": dVc[:P]}
@@ -112,12 +114,12 @@ def vjp(
 
 def weights(Q: Array, K: Array, seen: np.ndarray, scale: float | None = None) -> Array:
     """A = softmax(scale Q K^T) over the keys seen.  (rows, K), (S, K), (rows, S) -> (rows, S)"""
-    return softmax(masked(Q @ K.T * _scale(Q, scale), seen, -np.inf))
+    return softmax(masked(Q @ K.T * width_scale(scale, Q.shape[-1]), seen, -np.inf))
 
 
 def part(Q: Array, K: Array, V: Array, seen: np.ndarray, scale: float | None = None) -> tuple[Array, Array]:
     """What rows read from some of their keys, one at least, and lse, which says how much those count."""
-    s = masked(Q @ K.T * _scale(Q, scale), seen, -np.inf)
+    s = masked(Q @ K.T * width_scale(scale, Q.shape[-1]), seen, -np.inf)
     top = np.max(s, axis=1, keepdims=True)
     e = np.exp(s - top)
     l = np.sum(e, axis=1, keepdims=True)
@@ -133,16 +135,13 @@ def merge(O: Sequence[Array], lse: Sequence[Array]) -> Array:
 def caches(k: Array, v: Array, K0: Array = None, V0: Array = None) -> tuple[Array, Array]:
     """Kc and Vc: what was there, then the tokens of the call. Raises ValueError for keys without values, or the
     reverse."""
-    if (K0 is None) != (V0 is None):
-        given, missing = ("V0", "K0") if K0 is None else ("K0", "V0")
-        raise ValueError(f"{given} is given without {missing}; a cache has both")
-    return (k, v) if K0 is None else (np.concatenate([K0, k]), np.concatenate([V0, v]))
+    paired(K0=K0, V0=V0)
+    return appended(K0, k), appended(V0, v)
 
 
-def visible(q: Array, Kc: Array) -> np.ndarray:
+def seen_by_rows(q: Array, Kc: Array) -> np.ndarray:
     """Which keys the rows of a group see: those of the cache, and those of the call until their own.  (T M, P + T)"""
-    T, S = len(q), len(Kc)
-    return np.repeat(np.tril(np.ones((T, S), dtype=bool), S - T), q.shape[2], axis=0)
+    return np.repeat(visible(len(q), len(Kc)), q.shape[2], axis=0)
 
 
 def _attend(
@@ -151,7 +150,7 @@ def _attend(
     """`mix` for each group, from its queries (T M, K), keys (P + T, K), values, and which keys each row sees."""
     check_shapes(OPERATOR, {"q": q, "k": k, "v": v, "K0": K0, "V0": V0})
     Kc, Vc = caches(k, v, K0, V0)
-    seen, (T, G, M, _) = visible(q, Kc), q.shape
+    seen, (T, G, M, _) = seen_by_rows(q, Kc), q.shape
     O = [mix(_rows(q[:, g]), Kc[:, g], Vc[:, g], seen).reshape(T, M, v.shape[2]) for g in range(G)]
     return np.stack(O, axis=1), Kc, Vc
 
@@ -159,10 +158,6 @@ def _attend(
 def _rows(x: Array) -> Array:
     """(T, M, K) -> (T M, K)"""
     return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
-
-
-def _scale(q: Array, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 OPERATOR = Operator(

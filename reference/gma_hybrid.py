@@ -28,6 +28,7 @@ from . import gma, gma_mixing
 from .gma_inputs import EPS, MIXTURE, SELF, V_MIN, check
 from .linear_attention import quotient_vjp, with_mass
 from .primitives import Array, either, masked, sigmoid, softmax, starts, stored
+from .softmax_attention import width_scale
 from .spec import Form, Input, Operator, Output, check_cotangents
 
 # --- one normaliser --------------------------------------------------------------------------------------------------
@@ -194,23 +195,19 @@ def _matrices(q: Array, k: Array, GQ: Array, GK: Array, scale: float | None, win
 
 def _weights(q: Array, k: Array, near: np.ndarray, scale: float | None) -> Array:
     """softmax(scale Q K^T) of the keys in the window; zeros where there are none."""
-    return softmax(masked(q @ k.T * _scale(q, scale), near, -np.inf))
+    return softmax(masked(q @ k.T * width_scale(scale, q.shape[-1]), near, -np.inf))
 
 
 def _weights_vjp(dP: Array, P: Array, q: Array, k: Array, scale: float | None) -> tuple[Array, Array]:
     """From the cotangent of the local weights to those of q and k."""
-    dS = P * (dP - np.sum(P * dP, axis=1, keepdims=True)) * _scale(q, scale)
+    dS = P * (dP - np.sum(P * dP, axis=1, keepdims=True)) * width_scale(scale, q.shape[-1])
     return dS @ k, dS.T @ q
 
 
 def _newest(q: Array, k: Array, v: Array, i: int, scale: float | None, window: int) -> Array:
     """What the last `window` tokens up to i give to query i.  (1, R), (T, R), (T, V) -> (1, V)."""
     near = slice(max(0, i - window + 1), i + 1)
-    return softmax(q @ k[near].T * _scale(q, scale)) @ v[near]
-
-
-def _scale(q: Array, scale: float | None) -> float:
-    return q.shape[1] ** -0.5 if scale is None else scale
+    return softmax(q @ k[near].T * width_scale(scale, q.shape[-1])) @ v[near]
 
 
 def _quotient(U: Array, eps: float) -> Array:

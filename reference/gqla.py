@@ -18,7 +18,8 @@ from collections.abc import Callable
 from functools import partial
 
 from . import latent_attention as latent
-from .latent_attention import Weigh, appended, heads_first, positions, rotated, tokens_first
+from .caches import appended
+from .latent_attention import Weigh, heads_first, positions, rotated, tokens_first
 from .primitives import Array
 from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
 

@@ -23,9 +23,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .caches import appended, paired, visible
 from .primitives import Array, either, masked, sigmoid, silu, softmax, stored
 from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
-from .tucker import attention, attention_vjp, extended, paired, visible
+from .tucker import attention, attention_vjp
 
 # --- as printed ------------------------------------------------------------------------------------------------------
 
@@ -37,7 +38,7 @@ def shared(
 
     -> O (T, G, M, V), Kc, Cc."""
     scale = _checked(OPERATOR, scale, q=q, k=k, c=c, U=U, Kc0=Kc0, C0=C0)
-    Kc, Cc, Q = extended(Kc0, mean(k)), extended(C0, c), mean(q)
+    Kc, Cc, Q = appended(Kc0, mean(k)), appended(C0, c), mean(q)
     keep, (G, M, V, _) = visible(len(q), len(Kc)), U.shape
     O = []
     for g in range(G):
@@ -51,7 +52,7 @@ def repeated(
 ) -> tuple[Array, Array, Array]:
     """A map for each head, all of a group alike: the mean of its heads' logits with the mean key."""
     scale = _checked(OPERATOR, scale, q=q, k=k, c=c, U=U, Kc0=Kc0, C0=C0)
-    Kc, Cc = extended(Kc0, mean(k)), extended(C0, c)
+    Kc, Cc = appended(Kc0, mean(k)), appended(C0, c)
     keep, M = visible(len(q), len(Kc)), q.shape[2]
 
     def head(g: int, m: int) -> Array:
@@ -66,7 +67,7 @@ def decode(
 ) -> tuple[Array, Array, Array]:
     """Token by token: mean keys and latents are all that is kept; values are decoded anew for every query."""
     scale = _checked(OPERATOR, scale, q=q, k=k, c=c, U=U, Kc0=Kc0, C0=C0)
-    Kc, Cc, Q = extended(Kc0, mean(k)), extended(C0, c), mean(q)
+    Kc, Cc, Q = appended(Kc0, mean(k)), appended(C0, c), mean(q)
 
     def head(g: int, m: int) -> Array:
         rows = [U[g, m, :0].reshape(0, U.shape[2])]
@@ -87,7 +88,7 @@ def vjp(
     stand side by side; each head has 1 / M of the gradient of a mean."""
     check_cotangents(OPERATOR, cotangents, {"q": q, "k": k, "c": c, "U": U, "Kc0": Kc0, "C0": C0})
     scale = _checked(OPERATOR, scale, q=q, k=k, c=c, U=U, Kc0=Kc0, C0=C0)
-    Kc, Cc, Q = extended(Kc0, mean(k)), extended(C0, c), mean(q)
+    Kc, Cc, Q = appended(Kc0, mean(k)), appended(C0, c), mean(q)
     keep, P, (G, M, V, L) = visible(len(q), len(Kc)), len(Kc) - len(q), U.shape
     dQ, dK, dA, dU = [], [], [], []
     for g in range(G):
@@ -119,7 +120,7 @@ def after(
 
     -> Y (T, G, M, X, L), Kc, Cc."""
     scale = _checked(GATED, scale, q=q, k=k, c=c, U=U, u=u, K0=K0, C0=C0)
-    Kc, Cc = extended(K0, k), extended(C0, c)
+    Kc, Cc = appended(K0, k), appended(C0, c)
     keep = visible(len(q), len(Kc))
 
     def head(g: int, m: int) -> Array:
@@ -133,7 +134,7 @@ def before(
 ) -> tuple[Array, Array, Array]:
     """Grouped-query attention over values that were decoded first: X times as many channels to sum."""
     scale = _checked(GATED, scale, q=q, k=k, c=c, U=U, u=u, K0=K0, C0=C0)
-    Kc, Cc = extended(K0, k), extended(C0, c)
+    Kc, Cc = appended(K0, k), appended(C0, c)
     keep, (X, L) = visible(len(q), len(Kc)), U.shape[3:]
 
     def head(g: int, m: int) -> Array:
@@ -148,7 +149,7 @@ def step_by_step(
 ) -> tuple[Array, Array, Array]:
     """Token by token, decoded after the sum: keys and latents are all that is kept."""
     scale = _checked(GATED, scale, q=q, k=k, c=c, U=U, u=u, K0=K0, C0=C0)
-    Kc, Cc = extended(K0, k), extended(C0, c)
+    Kc, Cc = appended(K0, k), appended(C0, c)
 
     def head(g: int, m: int) -> Array:
         z = [c[:0, g]]
@@ -167,7 +168,7 @@ def gated_vjp(
     """Gradients of <Y, dY> + <Kc, dKc> + <Cc, dCc>: through the gate, the decoder and the maps."""
     check_cotangents(GATED, cotangents, {"q": q, "k": k, "c": c, "u": u, "K0": K0, "C0": C0})
     scale = _checked(GATED, scale, q=q, k=k, c=c, U=U, u=u, K0=K0, C0=C0)
-    Kc, Cc = extended(K0, k), extended(C0, c)
+    Kc, Cc = appended(K0, k), appended(C0, c)
     keep, P, (G, M, L, X, _) = visible(len(q), len(Kc)), len(Kc) - len(q), U.shape
     gate, T = sigmoid(u), len(q)
     dq, dK, dC, dU, o = [], [], [], [], []

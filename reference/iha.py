@@ -20,10 +20,11 @@ from functools import partial
 
 import numpy as np
 
+from .caches import appended, paired, visible
 from .latent_attention import swapped
 from .primitives import Array, masked, softmax, stored
 from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
-from .tucker import attention, attention_vjp, extended, flat, paired, visible
+from .tucker import attention, attention_vjp, flat
 
 
 def interleaved(
@@ -34,7 +35,7 @@ def interleaved(
 
     `index`: a place sees the places up to its own."""
     scale, (T, N, V), J = _checked(q, k, v, aq, ak, av, r, scale, K0, V0), v.shape, r.shape[1]
-    Kc, Vc = extended(K0, k), extended(V0, v)
+    Kc, Vc = appended(K0, k), appended(V0, v)
     places = attention(mixed(aq, q), mixed(ak, Kc), mixed(av, Vc), scale, _places(T, len(Kc), J, index))
     O = (r[:, None] @ _by_kind(places, J)).reshape(N, T, V)
     return np.transpose(O, (1, 0, 2)), Kc, Vc
@@ -46,7 +47,7 @@ def pairwise(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """A map of tokens for each pair of pseudo-heads, J^2 of them; those of one query share a normaliser."""
     scale, J = _checked(q, k, v, aq, ak, av, r, scale, K0, V0), r.shape[1]
-    Kc, Vc = extended(K0, k), extended(V0, v)
+    Kc, Vc = appended(K0, k), appended(V0, v)
     Q, K, V = ([mixed(a[:, p : p + 1], x) for p in range(J)] for a, x in ((aq, q), (ak, Kc), (av, Vc)))
     T, S, O = len(q), len(Kc), []
     until, before = visible(T, S), np.tril(np.ones((T, S), dtype=bool), S - T - 1)
@@ -64,7 +65,7 @@ def decode(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Token by token over keys and values that are never mixed: the maps of all pairs of heads are mixed instead."""
     scale, J = _checked(q, k, v, aq, ak, av, r, scale, K0, V0), r.shape[1]
-    Kc, Vc, (T, N, _), rows = extended(K0, k), extended(V0, v), q.shape, [v[:0]]
+    Kc, Vc, (T, N, _), rows = appended(K0, k), appended(V0, v), q.shape, [v[:0]]
     keys, values = np.transpose(Kc, (1, 2, 0)), np.transpose(Vc, (1, 0, 2))
     for t in range(T):
         S = len(Kc) - T + t + 1
@@ -84,7 +85,7 @@ def vjp(
     """Gradients of <O, dO> + <Kc, dKc> + <Vc, dVc>: those of the pseudo-heads, mixed back by the transposed weights."""
     check_cotangents(OPERATOR, cotangents, {"q": q, "k": k, "v": v, "K0": K0, "V0": V0})
     scale, (T, N, V), J = _checked(q, k, v, aq, ak, av, r, scale, K0, V0), v.shape, r.shape[1]
-    Kc, Vc, G = extended(K0, k), extended(V0, v), np.transpose(cotangents["O"], (1, 0, 2))
+    Kc, Vc, G = appended(K0, k), appended(V0, v), np.transpose(cotangents["O"], (1, 0, 2))
     dO = (G[:, :, None] * r[:, None, :, None]).reshape(N, T * J, V)
     *grads, O = attention_vjp(dO, mixed(aq, q), mixed(ak, Kc), mixed(av, Vc), scale, _places(T, len(Kc), J, index))
     dr = (_by_kind(stored(O), J) @ G.reshape(N, T * V, 1)).reshape(N, J)

@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .primitives import Array, causal_mask, either, masked, softmax, stored, turned
+from .caches import visible
+from .primitives import Array, either, masked, softmax, stored, turned
 from .spec import Input, Output
 
 Weigh = Callable[[Array], Array]
@@ -27,7 +28,7 @@ Weigh = Callable[[Array], Array]
 
 def weights(A: Array) -> Array:
     """softmax of the logits (..., T, S), the last query seeing all keys, each one before it one less."""
-    return softmax(masked(A, _seen(A), -np.inf))
+    return softmax(masked(A, visible(*A.shape[-2:]), -np.inf))
 
 
 def expanded(
@@ -96,7 +97,7 @@ def weights_vjp(dO: Array, A: Array, values: Array) -> tuple[Array, Array]:
 
 def quotients(A: Array) -> Array:
     """`weights` where there is no exp: each row over its sum."""
-    A = masked(A, _seen(A), 0.0)
+    A = masked(A, visible(*A.shape[-2:]), 0.0)
     return A / np.sum(A, axis=-1, keepdims=True)
 
 
@@ -152,11 +153,6 @@ def angles(R: int, base: float = 10000.0) -> np.ndarray:
     return base ** -(np.arange(0, R, 2) / max(R, 1))
 
 
-def appended(old: Array, new: Array) -> Array:
-    """The cache, if there is one, and what is new."""
-    return new if old is None else np.concatenate([old, new])
-
-
 def positions(old: Array, T: int) -> np.ndarray:
     """The positions of T tokens that come after those cached."""
     return np.arange(T) + (0 if old is None else len(old))
@@ -194,11 +190,6 @@ def _decode(Q: Array, Qr: Array, keys: Array, values: Array, Kr: Array, scale: f
         A = logits(Q[:, :, one], keys[:, seen], Qr[:, :, one], Kr[seen], scale)
         rows.append(mixed(weigh(A), values[:, seen]))
     return np.concatenate(rows, axis=2)
-
-
-def _seen(A: Array) -> np.ndarray:
-    T, S = A.shape[-2:]
-    return causal_mask(S)[S - T :]
 
 
 def _for_groups(C: Array, G: int) -> Array:

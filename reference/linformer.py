@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from .primitives import Array, either, softmax, stored
+from .softmax_attention import width_scale
 from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
 
 
@@ -45,22 +46,18 @@ def vjp(
     P = weights(q, KX, scale)
     dP = G @ VX.T
     delta = either(np.sum(G * stored(P @ VX), axis=1, keepdims=True), np.sum(P * dP, axis=1, keepdims=True))
-    dS = P * (dP - delta) * _scale(q, scale)
+    dS = P * (dP - delta) * width_scale(scale, q.shape[-1])
     dKX, dVX = dS.T @ q, P.T @ G
     return {"q": dS @ KX, "k": E_k.T @ dKX, "v": E_v.T @ dVX, "E_k": dKX @ k.T, "E_v": dVX @ v.T}
 
 
 def weights(q: Array, KX: Array, scale: float | None = None) -> Array:
     """P = softmax(scale Q KX^T).  (T, K), (X, K) -> (T, X)."""
-    return softmax(q @ KX.T * _scale(q, scale))
+    return softmax(q @ KX.T * width_scale(scale, q.shape[-1]))
 
 
 def _read(q: Array, KX: Array, VX: Array, scale: float | None) -> Array:
     return weights(q, KX, scale) @ VX
-
-
-def _scale(q: Array, scale: float | None) -> float:
-    return q.shape[1] ** -0.5 if scale is None else scale
 
 
 def _check(q: Array, k: Array, v: Array, E_k: Array, E_v: Array) -> None:

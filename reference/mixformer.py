@@ -65,21 +65,21 @@ def vjp(
     """Gradients of <Y, dY> for the tokens and every parameter, layer by layer backwards."""
     check_cotangents(OPERATOR, cotangents, {"X": X})
     _check(X, (gain1, bias1, W_Q, W_K, W_V, W_O), (gain2, bias2, W_1, W_2))
-    N1 = _norm(X, gain1, bias1, eps)
+    N1 = affine_norm(X, gain1, bias1, eps)
     Q, K, V = (stored(N1 @ W) for W in (W_Q, W_K, W_V))
     form = partial(tala.chunkwise, chunk=chunk)
     A, O = _attention(form, Q, K, V, heads, eps, norm_eps)
     M = stored(A @ W_O + X)
-    N2 = _norm(M, gain2, bias2, eps)
+    N2 = affine_norm(M, gain2, bias2, eps)
     H = N2 @ W_1
 
     dY = cotangents["Y"]
     dH = rectified(dY @ W_2.T, H)
-    dM, of2 = _norm_vjp(dH @ W_1.T, M, gain2, eps)
+    dM, of2 = affine_norm_vjp(dH @ W_1.T, M, gain2, eps)
     dM = stored(dM + dY)  # the residual
     dA = dM @ W_O.T
     dQ, dK, dV = _attention_vjp(dA, O, Q, K, V, heads, eps, norm_eps, chunk)
-    dX, of1 = _norm_vjp(dQ @ W_Q.T + dK @ W_K.T + dV @ W_V.T, X, gain1, eps)
+    dX, of1 = affine_norm_vjp(dQ @ W_Q.T + dK @ W_K.T + dV @ W_V.T, X, gain1, eps)
     return {
         "X": dX + dM,
         "gain1": of1[0],
@@ -105,11 +105,11 @@ def _block(
     _check(X, first, second)
     gain1, bias1, W_Q, W_K, W_V, W_O = first
     gain2, bias2, W_1, W_2 = second
-    N = _norm(X, gain1, bias1, eps)
+    N = affine_norm(X, gain1, bias1, eps)
     Q, K, V = (stored(N @ W) for W in (W_Q, W_K, W_V))  # (10)
     A, _ = _attention(form, Q, K, V, heads, eps, norm_eps)
     M = stored(A @ W_O + X)  # (19)
-    N = _norm(M, gain2, bias2, eps)
+    N = affine_norm(M, gain2, bias2, eps)
     return np.maximum(N @ W_1, 0) @ W_2 + M  # (20) (19)
 
 
@@ -153,11 +153,11 @@ def _check(X: Array, first: tuple[Array, ...], second: tuple[Array, ...]) -> Non
     check_shapes(OPERATOR, dict(zip(names, (X, *first, *second), strict=True)))
 
 
-def _norm(X: Array, gain: Array, bias: Array, eps: float) -> Array:
+def affine_norm(X: Array, gain: Array, bias: Array, eps: float) -> Array:
     return stored(group_norm(X, eps) * gain + bias)
 
 
-def _norm_vjp(G: Array, X: Array, gain: Array, eps: float) -> tuple[Array, tuple[Array, Array]]:
+def affine_norm_vjp(G: Array, X: Array, gain: Array, eps: float) -> tuple[Array, tuple[Array, Array]]:
     """From the cotangent of gain * GN(X) + bias to those of X and of (gain, bias)."""
     return group_norm_vjp(G * gain, X, eps), (np.sum(G * group_norm(X, eps), axis=0), np.sum(G, axis=0))
 

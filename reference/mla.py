@@ -24,8 +24,10 @@ import numpy as np
 
 from . import gqla
 from . import latent_attention as latent
-from .latent_attention import appended, heads_first, mixed, positions, rotated, swapped, tokens_first
+from .caches import appended
+from .latent_attention import heads_first, mixed, positions, rotated, swapped, tokens_first
 from .primitives import Array, softmax
+from .softmax_attention import width_scale
 from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
 
 Results = tuple[Array, Array, Array]
@@ -78,7 +80,7 @@ def decompressed(
     check_shapes(DECOMPRESSED, {"q": q, "c": c, "Uk": Uk, "Uv": Uv, "C0": C0})
     C, n = appended(C0, c), positions(C0, len(c))
     Q, keys, values = _heads(rotated(q, n, base)), _keys(C, Uk, base), C @ swapped(Uv)
-    A = mixed(Q, swapped(keys)) * _scale(scale, q)
+    A = mixed(Q, swapped(keys)) * width_scale(scale, q.shape[-1])
     return tokens_first(mixed(latent.weights(A), values))[:, :, 0], C
 
 
@@ -93,7 +95,7 @@ def offset(
         n = P + t - np.arange(P + t + 1)
         pairs = rotated(np.concatenate([q[t : t + 1]] * len(n)), n, base)
         absorbed = mixed(_heads(pairs), Uk)  # (N, 1, S, L): the query of token t for each key that it sees
-        A = np.sum(absorbed * C[: P + t + 1], axis=-1)[:, :, None] * _scale(scale, q)
+        A = np.sum(absorbed * C[: P + t + 1], axis=-1)[:, :, None] * width_scale(scale, q.shape[-1])
         rows.append(tokens_first(mixed(softmax(A), values[:, : P + t + 1])))
     return np.concatenate(rows)[:, :, 0], C
 
@@ -104,7 +106,7 @@ def decompressed_vjp(
 ) -> dict[str, Array]:  # fmt: skip
     """Gradients of <O, dO> + <Cc, dCc>; those of queries and keys are turned back."""
     check_cotangents(DECOMPRESSED, cotangents, {"q": q, "c": c, "Uk": Uk, "Uv": Uv, "C0": C0})
-    C, n, scale = appended(C0, c), positions(C0, len(c)), _scale(scale, q)
+    C, n, scale = appended(C0, c), positions(C0, len(c)), width_scale(scale, q.shape[-1])
     S = len(C)
     Q, keys, values, dO = _heads(rotated(q, n, base)), _keys(C, Uk, base), C @ swapped(Uv), _heads(cotangents["O"])
     P, dA = latent.weights_vjp(dO, mixed(Q, swapped(keys)) * scale, values)
@@ -144,10 +146,6 @@ def _heads(x: Array) -> Array:
 def _keys(C: Array, Uk: Array, base: float) -> Array:
     """All keys, turned by their positions.  (S, L), (N, K, L) -> (N, S, K)."""
     return np.transpose(rotated(np.transpose(C @ swapped(Uk), (1, 0, 2)), np.arange(len(C)), base), (1, 0, 2))
-
-
-def _scale(scale: float | None, q: Array) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 _UP = (Input("Uk", ("N", "K", "L"), "parameter", "weight"), Input("Uv", ("N", "V", "L"), "parameter", "weight"))

@@ -25,7 +25,8 @@ from operator import add
 import numpy as np
 
 from . import latent_attention as latent
-from .latent_attention import Weigh, appended, heads_first, positions, rotated, tokens_first
+from .caches import appended
+from .latent_attention import Weigh, heads_first, positions, rotated, tokens_first
 from .primitives import Array, rms_norm, stored
 from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
 

@@ -24,8 +24,8 @@ import numpy as np
 
 from . import softmax_attention
 from .cost import check_sizes
-from .multi_scale_retention import group_norm_vjp
-from .primitives import Array, group_norm, rectified, settled, stored
+from .mixformer import affine_norm, affine_norm_vjp
+from .primitives import Array, rectified, settled, stored
 from .spec import Input
 
 
@@ -40,12 +40,12 @@ def linearised(
 ) -> tuple[Array, Callable[[Array], dict[str, Array]]]:  # fmt: skip
     """F(X), and a function from G to the gradients of <F(X), G> for the tokens and every parameter."""
     parts = channels(X.shape[1], heads)
-    N1 = _norm(X, gain1, bias1, eps)
+    N1 = affine_norm(X, gain1, bias1, eps)
     Q, K, V = (stored(N1 @ W) for W in (W_Q, W_K, W_V))
     A = stored(np.concatenate([softmax_attention.parallel(Q[:, c], K[:, c], V[:, c]) for c in parts], axis=1))
     S = stored(A @ W_O)
     M = stored(X + S)
-    N2 = _norm(M, gain2, bias2, eps)
+    N2 = affine_norm(M, gain2, bias2, eps)
     H = N2 @ W_1 + b_1
 
     def back(G: Array) -> dict[str, Array]:
@@ -84,16 +84,11 @@ def channels(E: int, heads: int) -> list[slice]:
     return [slice(h * E // heads, (h + 1) * E // heads) for h in range(heads)]
 
 
-def _norm(X: Array, gain: Array, bias: Array, eps: float) -> Array:
-    return stored(group_norm(X, eps) * gain + bias)
-
-
 def _norm_vjp(G: Array, X: Array, gain: Array, eps: float) -> tuple[Array, tuple[Array, Array]]:
     """From the cotangent of gain * LN(X) + bias to those of X and of (gain, bias): both read all of it, so that it is
     there before either is."""
-    G = settled(G)
-    dX = settled(group_norm_vjp(G * gain, X, eps))
-    return dX, (np.sum(G * group_norm(X, eps), axis=0), np.sum(G, axis=0))
+    dX, affine = affine_norm_vjp(settled(G), X, gain, eps)
+    return settled(dX), affine
 
 
 # Small weights: with larger ones, what four stages may do to a rounding error covers the result.

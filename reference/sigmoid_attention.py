@@ -19,7 +19,9 @@ from collections.abc import Callable
 import numpy as np
 
 from .cached_attention import caches
+from .caches import visible
 from .primitives import Array, either, masked, sigmoid, starts
+from .softmax_attention import width_scale
 from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
 
 
@@ -58,7 +60,7 @@ def decode(
     def mix(Kc: Array, Vc: Array, seen: np.ndarray) -> Array:
         P, rows = len(Kc) - len(q), [q[:0, :0] @ Vc[:0]]
         for t in range(len(q)):
-            Z = q[t : t + 1] @ Kc[: P + t + 1].T * _scale(q, scale) + b
+            Z = q[t : t + 1] @ Kc[: P + t + 1].T * width_scale(scale, q.shape[-1]) + b
             rows.append(sigmoid(Z) @ Vc[: P + t + 1])
         return np.concatenate(rows)
 
@@ -76,8 +78,8 @@ def vjp(
     Kc, Vc = caches(k, v, K0, V0)
     seen, P, G = visible(len(q), len(Kc)), len(Kc) - len(k), cotangents["O"]
     A, dZ = weights(q, Kc, b, seen, scale), logits_vjp(G @ Vc.T, q, Kc, b, seen, scale)
-    dKc, dVc = dZ.T @ q * _scale(q, scale) + cotangents["Kc"], A.T @ G + cotangents["Vc"]
-    grads = {"q": dZ @ Kc * _scale(q, scale), "k": dKc[P:], "v": dVc[P:], "b": np.sum(dZ)}
+    dKc, dVc = dZ.T @ q * width_scale(scale, q.shape[-1]) + cotangents["Kc"], A.T @ G + cotangents["Vc"]
+    grads = {"q": dZ @ Kc * width_scale(scale, q.shape[-1]), "k": dKc[P:], "v": dVc[P:], "b": np.sum(dZ)}
     return grads | {"K0": dKc[:P], "V0": dVc[:P]}
 
 
@@ -86,19 +88,14 @@ def vjp(
 
 def weights(q: Array, k: Array, b: Array, seen: np.ndarray, scale: float | None = None) -> Array:
     """A = sigmoid(scale Q K^T + b) for the keys seen, zero for others.  (T, K), (S, K), (), (T, S) -> (T, S)"""
-    return masked(sigmoid(q @ k.T * _scale(q, scale) + b), seen, 0)
+    return masked(sigmoid(q @ k.T * width_scale(scale, q.shape[-1]) + b), seen, 0)
 
 
 def logits_vjp(dA: Array, q: Array, k: Array, b: Array, seen: np.ndarray, scale: float | None = None) -> Array:
     """dZ = A (1 - A) * dA. Of 1 - A few digits are left where A is close to one, unlike of sigmoid(-Z).  -> (T, S)"""
-    Z = q @ k.T * _scale(q, scale) + b
+    Z = q @ k.T * width_scale(scale, q.shape[-1]) + b
     A = sigmoid(Z)
     return masked(either(A * sigmoid(-Z), A * (1 - A)) * dA, seen, 0)
-
-
-def visible(T: int, S: int) -> np.ndarray:
-    """Which of S keys the last T tokens see: those until their own.  (T, S)"""
-    return np.tril(np.ones((T, S), dtype=bool), S - T)
 
 
 def _attend(
@@ -108,10 +105,6 @@ def _attend(
     check_shapes(OPERATOR, {"q": q, "k": k, "v": v, "b": b, "K0": K0, "V0": V0})
     Kc, Vc = caches(k, v, K0, V0)
     return mix(Kc, Vc, visible(len(q), len(Kc))), Kc, Vc
-
-
-def _scale(q: Array, scale: float | None) -> float:
-    return q.shape[1] ** -0.5 if scale is None else scale
 
 
 OPERATOR = Operator(

@@ -15,7 +15,7 @@ from .spec import Form, Input, Operator, Output, check_cotangents
 
 def weights(q: Array, k: Array, scale: float | None = None, causal: bool = False) -> Array:
     """P = softmax(scale Q K^T); a causal row i sees keys j <= i. scale defaults to D^-1/2."""
-    S = q @ k.T * (q.shape[1] ** -0.5 if scale is None else scale)
+    S = q @ k.T * width_scale(scale, q.shape[1])
     return softmax(masked(S, causal_mask(*S.shape), -np.inf) if causal else S)
 
 
@@ -27,7 +27,7 @@ def parallel(q: Array, k: Array, v: Array, scale: float | None = None, causal: b
 def blockwise(q: Array, k: Array, v: Array, scale: float | None = None, causal: bool = False, chunk: int = 64) -> Array:
     """Online softmax over blocks of keys: running maximum m, mass l and unnormalised output U are rescaled."""
     T, S = len(q), len(k)
-    scale = q.shape[1] ** -0.5 if scale is None else scale
+    scale = width_scale(scale, q.shape[1])
     keep = causal_mask(T, S) if causal else np.ones((T, S), dtype=bool)
     m = np.full((T, 1), -np.inf)
     l = np.zeros((T, 1))
@@ -46,13 +46,18 @@ def vjp(
 ) -> dict[str, Array]:
     """dV = P^T dO;  dS = P * (dO V^T - rowsum(dO * O));  dQ = scale dS K;  dK = scale dS^T Q."""
     check_cotangents(OPERATOR, cotangents, {"q": q, "v": v})
-    scale = q.shape[1] ** -0.5 if scale is None else scale
+    scale = width_scale(scale, q.shape[1])
     G = cotangents["O"]
     P = weights(q, k, scale, causal)
     dP = G @ v.T
     delta = either(np.sum(G * stored(P @ v), axis=1, keepdims=True), np.sum(P * dP, axis=1, keepdims=True))
     dS = P * (dP - delta)
     return {"q": dS @ k * scale, "k": dS.T @ q * scale, "v": P.T @ G}
+
+
+def width_scale(scale: float | None, K: int) -> float:
+    """The scale, K^-1/2 unless it is given."""
+    return K**-0.5 if scale is None else scale
 
 
 OPERATOR = Operator(

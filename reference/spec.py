@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 Array = Any  # a NumPy array, or an array of another number system
@@ -120,7 +121,7 @@ class Operator:
         """The named dimensions in order of first use, e.g. ("T", "R", "V", "K"), without those that follow."""
         return tuple(dict.fromkeys(a for x in self.inputs for a in x.axes if a not in self.followers))
 
-    @property
+    @cached_property
     def followers(self) -> dict[str, Callable[[Sizes, Mapping[str, Any]], int]]:
         """The axes whose size follows from others."""
         return DERIVED | dict(self.derived)
@@ -157,7 +158,7 @@ class Operator:
 def check_shapes(operator: Operator, inputs: Mapping[str, Array]) -> dict[str, int]:
     """The sizes of the named dimensions. Raises ValueError naming the argument whose shape contradicts the others."""
     sizes: dict[str, int] = {}
-    followers, follow = operator.followers, []
+    follow = []
     for x in operator.inputs:
         value = inputs.get(x.name)
         if x.role == "scalar" or value is None:
@@ -166,15 +167,14 @@ def check_shapes(operator: Operator, inputs: Mapping[str, Array]) -> dict[str, i
         if len(shape) != len(x.axes):
             raise ValueError(f"{x.name} has shape {shape}; {operator.name} expects ({', '.join(x.axes)})")
         for axis, n in zip(x.axes, shape, strict=True):
-            if axis in followers:
+            if axis in operator.followers:
                 follow.append((x.name, shape, axis, n))
             elif sizes.setdefault(axis, n) != n:
                 raise ValueError(
                     f"{x.name} has shape {shape}: axis {axis} is {n}, but another argument has {axis}={sizes[axis]}"
                 )
     for name, shape, axis, n in follow:
-        if n != operator.size(axis, sizes, inputs):
-            want = operator.size(axis, sizes, inputs)
+        if n != (want := operator.size(axis, sizes, inputs)):
             raise ValueError(f"{name} has shape {shape}: axis {axis} is {n}, but the other arguments make it {want}")
     return sizes
 

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from .caches import appended, paired, visible
 from .latent_attention import swapped
 from .primitives import Array, either, masked, softmax, stored
+from .softmax_attention import width_scale
 from .spec import Form, Input, Operator, Output, check_cotangents, check_shapes
 
 
@@ -27,9 +29,12 @@ def factored(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """q = Gq Fq x, k = Gk Fk x, v = Gv Fv x;  Y = sum_h softmax(scale q_h k_h^T) v_h W_O_h.  -> Y, Kc, Vc.  (11.1)"""
     _check(x, Fq, Gq, Fk, Gk, Fv, Gv, W_O, K0, V0)
-    c, Kc, Vc = x @ Fq.T, extended(K0, x @ Fk.T), extended(V0, x @ Fv.T)
+    c, Kc, Vc = x @ Fq.T, appended(K0, x @ Fk.T), appended(V0, x @ Fv.T)
     keep = visible(len(x), len(Kc), causal)
-    O = [attention(c @ q.T, Kc @ k.T, Vc @ v.T, _scale(Gq, scale), keep) for q, k, v in zip(Gq, Gk, Gv, strict=True)]
+    O = [
+        attention(c @ q.T, Kc @ k.T, Vc @ v.T, width_scale(scale, Gq.shape[1]), keep)
+        for q, k, v in zip(Gq, Gk, Gv, strict=True)
+    ]
     return np.concatenate(O, axis=1) @ flat(W_O), Kc, Vc
 
 
@@ -39,13 +44,13 @@ def expanded(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Multi-head attention with W = core factor multiplied out first; only what was cached is still a latent."""
     _check(x, Fq, Gq, Fk, Gk, Fv, Gv, W_O, K0, V0)
-    Kc, Vc = extended(K0, x @ Fk.T), extended(V0, x @ Fv.T)
+    Kc, Vc = appended(K0, x @ Fk.T), appended(V0, x @ Fv.T)
     keep, P = visible(len(x), len(Kc), causal), len(Kc) - len(x)
     Y = []
     for h in range(len(Gq)):
         W_Q, W_K, W_V = Gq[h] @ Fq, Gk[h] @ Fk, Gv[h] @ Fv
-        k, v = extended(Kc[:P] @ Gk[h].T, x @ W_K.T), extended(Vc[:P] @ Gv[h].T, x @ W_V.T)
-        Y.append(attention(x @ W_Q.T, k, v, _scale(Gq, scale), keep) @ W_O[h])
+        k, v = appended(Kc[:P] @ Gk[h].T, x @ W_K.T), appended(Vc[:P] @ Gv[h].T, x @ W_V.T)
+        Y.append(attention(x @ W_Q.T, k, v, width_scale(scale, Gq.shape[1]), keep) @ W_O[h])
     return np.sum(np.stack(Y), axis=0), Kc, Vc
 
 
@@ -55,9 +60,9 @@ def absorbed(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Queries meet the latents themselves: logits (Fq x)^T (Gq^T Gk) Kc^T, and Gv^T W_O after the sum over tokens."""
     _check(x, Fq, Gq, Fk, Gk, Fv, Gv, W_O, K0, V0)
-    c, Kc, Vc = x @ Fq.T, extended(K0, x @ Fk.T), extended(V0, x @ Fv.T)
+    c, Kc, Vc = x @ Fq.T, appended(K0, x @ Fk.T), appended(V0, x @ Fv.T)
     keep, J = visible(len(x), len(Kc), causal), joint_core(Gq, Gk)
-    Y = [attention(c @ J[h], Kc, Vc, _scale(Gq, scale), keep) @ (Gv[h].T @ W_O[h]) for h in range(len(J))]
+    Y = [attention(c @ J[h], Kc, Vc, width_scale(scale, Gq.shape[1]), keep) @ (Gv[h].T @ W_O[h]) for h in range(len(J))]
     return np.sum(np.stack(Y), axis=0), Kc, Vc
 
 
@@ -67,13 +72,13 @@ def decode(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """The absorbed form query by query, each over the latents that are there: all of them where not causal."""
     _check(x, Fq, Gq, Fk, Gk, Fv, Gv, W_O, K0, V0)
-    Kc, Vc, J = extended(K0, x @ Fk.T), extended(V0, x @ Fv.T), joint_core(Gq, Gk)
+    Kc, Vc, J = appended(K0, x @ Fk.T), appended(V0, x @ Fv.T), joint_core(Gq, Gk)
     read = [v.T @ W for v, W in zip(Gv, W_O, strict=True)]
     rows = [x[:0]]
     for t in range(len(x)):
         seen = len(Kc) - len(x) + t + 1 if causal else len(Kc)
         c = Fq @ x[t]
-        p = [softmax(Kc[:seen] @ (j.T @ c) * _scale(Gq, scale)) for j in J]
+        p = [softmax(Kc[:seen] @ (j.T @ c) * width_scale(scale, Gq.shape[1])) for j in J]
         rows.append(np.sum(np.stack([(p @ Vc[:seen]) @ W for p, W in zip(p, read, strict=True)]), axis=0)[None, :])
     return np.concatenate(rows), Kc, Vc
 
@@ -87,12 +92,12 @@ def vjp(
     cache. A projection y = W x has dW = dy^T x and dx = dy W."""
     check_cotangents(OPERATOR, cotangents, {"x": x, "Fk": Fk, "Fv": Fv, "K0": K0, "V0": V0})
     _check(x, Fq, Gq, Fk, Gk, Fv, Gv, W_O, K0, V0)
-    c, Kc, Vc = x @ Fq.T, extended(K0, x @ Fk.T), extended(V0, x @ Fv.T)
+    c, Kc, Vc = x @ Fq.T, appended(K0, x @ Fk.T), appended(V0, x @ Fv.T)
     keep, P, G = visible(len(x), len(Kc), causal), len(Kc) - len(x), cotangents["Y"]
     dq, dk, dv, O = [], [], [], []
     for h in range(len(Gq)):
         head = c @ Gq[h].T, Kc @ Gk[h].T, Vc @ Gv[h].T
-        of_head = attention_vjp(G @ W_O[h].T, *head, _scale(Gq, scale), keep)
+        of_head = attention_vjp(G @ W_O[h].T, *head, width_scale(scale, Gq.shape[1]), keep)
         for grads, of in zip((dq, dk, dv, O), of_head, strict=True):
             grads.append(of)
     dc, dK, dV = (np.concatenate(d, axis=1) @ flat(core) for d, core in ((dq, Gq), (dk, Gk), (dv, Gv)))
@@ -124,23 +129,6 @@ def flat(W: Array) -> Array:
     return W.reshape(W.shape[0] * W.shape[1], W.shape[2])
 
 
-def extended(before: Array, rows: Array) -> Array:
-    """The rows of a cache, none if it is absent, then those of this call."""
-    return rows if before is None else np.concatenate([before, rows])
-
-
-def paired(**caches: Array) -> None:
-    """Raises ValueError for one of two caches that are given or absent together."""
-    given, absent = ([n for n, x in caches.items() if (x is None) == missing] for missing in (False, True))
-    if given and absent:
-        raise ValueError(f"{given[0]} is given without {absent[0]}; a cache has both")
-
-
-def visible(T: int, S: int, causal: bool = True) -> np.ndarray:
-    """keep[i, j] = j <= S - T + i for the last T of S tokens, a boolean (T, S) matrix; all if not causal."""
-    return np.tril(np.ones((T, S), dtype=bool), S - T) if causal else np.ones((T, S), dtype=bool)
-
-
 def attention(q: Array, k: Array, v: Array, scale: float, keep: np.ndarray) -> Array:
     """softmax(scale q k^T) v over the keys to keep, for one head or many.  (.., T, K), (.., S, K), (.., S, V)"""
     return softmax(masked(q @ swapped(k) * scale, keep, -np.inf)) @ v
@@ -155,10 +143,6 @@ def attention_vjp(
     delta = either(np.sum(G * stored(O), axis=-1, keepdims=True), np.sum(P * dP, axis=-1, keepdims=True))
     dS = P * (dP - delta)
     return dS @ k * scale, swapped(dS) @ q * scale, swapped(P) @ G, O
-
-
-def _scale(Gq: Array, scale: float | None) -> float:
-    return Gq.shape[1] ** -0.5 if scale is None else scale
 
 
 def _check(*arrays: Array) -> None:

@@ -189,11 +189,8 @@ def _others(V: int) -> dict[str, int]:
     features F, heads N in groups G of M, latent channels L, pseudo-heads J, channels E of a model, width W of a
     convolution, rank Q, tokens P in a cache."""
     sizes = {"X": 1 + (V - 1) % 5, "F": 1 + 3 * V % 7, "N": 1 + V % 3, "G": 1 + V % 2, "M": 1 + V // 2 % 3}
-    return (
-        sizes
-        | {"L": 1 + 3 * V % 5, "J": 1 + V // 2 % 3, "E": 1 + 2 * V % 7, "W": 1 + V % 4, "Q": 1 + V % 3}
-        | {"P": 1 + (V + 1) % 4}
-    )
+    sizes |= {"L": 1 + 3 * V % 5, "J": 1 + V // 2 % 3, "E": 1 + 2 * V % 7, "W": 1 + V % 4, "Q": 1 + V % 3}
+    return sizes | {"P": 1 + (V + 1) % 4}
 
 
 def atlas(domain: Domain, small: bool = False, extreme: bool = False) -> Iterator[Case]:

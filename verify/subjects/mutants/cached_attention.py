@@ -108,7 +108,7 @@ def mean_of_heads(G: Array) -> Array:
 def without_delta(grads, cotangents, q, k, v, scale, K0, V0):
     """dS = A * (dO Vc^T)"""
     Kc, Vc = right.caches(k, v, K0, V0)
-    seen, (T, G, M, K) = right.visible(q, Kc), q.shape
+    seen, (T, G, M, K) = right.seen_by_rows(q, Kc), q.shape
     dq = []
     for g in range(G):
         A = right.weights(q[:, g].reshape(T * M, K), Kc[:, g], seen, scale)

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from mixproof.reference import gta as right
+from mixproof.reference.caches import appended, visible
 from mixproof.reference.gta import decoded, mean
 from mixproof.reference.primitives import Array, masked, sigmoid, silu, softmax
-from mixproof.reference.tucker import attention, extended, visible
+from mixproof.reference.tucker import attention
 from mixproof.verify.subjects.mutants import Row, tabulated
 from mixproof.verify.subjects.mutants.tucker import call_only, changed, from_zero, newest_first, next_one_too
 
@@ -39,7 +40,7 @@ def printed(
     weights: Callable[..., Array] = one_map, decode: Decoder = silu_of_image, decoder: Callable[..., Array] = own,
     pooled: Callable[[Array], Array] = mean, keep: Mask = visible, after: Decoder | None = None,
     default: Callable[[int, int], float] = lambda M, K: K**-0.5,
-    joined: Callable[[Array, Array], Array] = extended,
+    joined: Callable[[Array, Array], Array] = appended,
 ) -> Callable[..., Any]:  # fmt: skip
     """-> O, Kc, Cc. With `after`, values are decoded by it after the sum over tokens."""
 
@@ -58,7 +59,7 @@ def released(
     decode: Decoder = decoded, gate: Callable[[Array], Array] = sigmoid, keep: Mask = visible,
     group: Callable[[int], int] = lambda g: g, decoder: Callable[..., Array] = own,
     default: Callable[[int, int], float] = lambda M, K: K**-0.5,
-    joined: Callable[[Array, Array], Array] = extended,
+    joined: Callable[[Array, Array], Array] = appended,
 ) -> Callable[..., Any]:  # fmt: skip
     """-> Y, Kc, Cc."""
 

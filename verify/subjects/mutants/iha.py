@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from mixproof.reference import iha as right
+from mixproof.reference.caches import appended, visible
 from mixproof.reference.iha import mixed
 from mixproof.reference.primitives import Array, masked, softmax
-from mixproof.reference.tucker import attention, extended, visible
+from mixproof.reference.tucker import attention
 from mixproof.verify.subjects.mutants import Row, tabulated
 from mixproof.verify.subjects.mutants.tucker import changed, newest_first
 
@@ -46,7 +47,7 @@ def weighted(O: Array, r: Array) -> Array:
 
 def heads(
     keep: Mask = tokens, mixing: Mixing = of_head, attend: Callable[..., Array] = plain,
-    total: Callable[[Array, Array], Array] = weighted, joined: Callable[[Array, Array], Array] = extended,
+    total: Callable[[Array, Array], Array] = weighted, joined: Callable[[Array, Array], Array] = appended,
     default: Callable[[int, int], float] = lambda K, J: K**-0.5,
 ) -> Callable[..., Any]:  # fmt: skip
     """-> O, Kc, Vc."""

@@ -12,7 +12,8 @@ import numpy as np
 
 from mixproof.reference import gqla, mla
 from mixproof.reference import latent_attention as latent
-from mixproof.reference.latent_attention import appended, heads_first, mixed, rotated, swapped, tokens_first
+from mixproof.reference.caches import appended
+from mixproof.reference.latent_attention import heads_first, mixed, rotated, swapped, tokens_first
 from mixproof.reference.primitives import Array, masked, softmax
 from mixproof.verify.arithmetic import round_to
 from mixproof.verify.subjects.mutants import tabulated

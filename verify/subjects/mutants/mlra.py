@@ -12,7 +12,8 @@ import numpy as np
 
 from mixproof.reference import latent_attention as latent
 from mixproof.reference import mlra
-from mixproof.reference.latent_attention import appended, heads_first, rotated, tokens_first
+from mixproof.reference.caches import appended
+from mixproof.reference.latent_attention import heads_first, rotated, tokens_first
 from mixproof.reference.primitives import Array, group_norm, rms_norm
 from mixproof.verify.subjects.mutants import tabulated
 

@@ -13,6 +13,7 @@ import numpy as np
 from mixproof.reference import sigmoid_attention as right
 from mixproof.reference import sigmoid_hybrid
 from mixproof.reference.cached_attention import caches
+from mixproof.reference.caches import visible
 from mixproof.reference.multi_scale_retention import group_norm_vjp
 from mixproof.reference.primitives import Array, group_norm, sigmoid
 from mixproof.verify.arithmetic import round_to
@@ -60,7 +61,7 @@ def attend_vjp(
     def gradients(cotangents, q, k, v, b, scale=None, K0=None, V0=None):
         Kc, Vc = caches(k, v, K0, V0)
         P, G, scale = len(Kc) - len(k), cotangents["O"], q.shape[1] ** -0.5 if scale is None else scale
-        seen = right.visible(len(q), len(Kc))
+        seen = visible(len(q), len(Kc))
         A = sigmoid(q @ Kc.T * scale + b)
         every = slope(A) * (G @ Vc.T - delta(np.where(seen, A, 0), G @ Vc.T))
         dZ = np.where(seen, every, 0)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from mixproof.reference import tucker as right
+from mixproof.reference.caches import appended, visible
 from mixproof.reference.primitives import Array, masked, softmax
-from mixproof.reference.tucker import attention, extended, visible
+from mixproof.reference.tucker import attention
 from mixproof.verify.subjects.mutants import Row, tabulated
 
 Core = Callable[[Array, int], Array]
@@ -31,7 +32,7 @@ def width(Gq: Array, Gk: Array) -> float:
 def heads(
     key_core: Core = own, value_core: Core = own, read: Core = own,
     default: Callable[[Array, Array], float] = width, keep: Mask = visible,
-    attend: Callable[..., Array] = attention, joined: Callable[[Array, Array], Array] = extended,
+    attend: Callable[..., Array] = attention, joined: Callable[[Array, Array], Array] = appended,
     total: Callable[[Array], Array] = lambda Y: np.sum(Y, axis=0),
 ) -> Callable[..., Any]:  # fmt: skip
     """-> Y, Kc, Vc."""

@@ -102,16 +102,16 @@ def joined(before: Tensor | None, x: Tensor, wide: torch.dtype, dim: int = 1) ->
     return x.to(wide) if before is None else torch.cat([before.to(wide), x.to(wide)], dim=dim)
 
 
-def both_or_none(K0: Tensor | None, V0: Tensor | None) -> None:
-    """Raises ValueError for keys without values, or the reverse."""
-    if (K0 is None) != (V0 is None):
-        given, missing = ("V0", "K0") if K0 is None else ("K0", "V0")
-        raise ValueError(f"{given} is given without {missing}; a cache has both")
+def paired(**caches: Tensor | None) -> None:
+    """Raises ValueError for one of two caches that are given or absent together."""
+    given, absent = ([n for n, x in caches.items() if (x is None) == missing] for missing in (False, True))
+    if given and absent:
+        raise ValueError(f"{given[0]} is given without {absent[0]}; a cache has both")
 
 
 def _run(form, q, k, v, scale, K0, V0):
     arguments.checked(_AXES, {"q": q, "k": k, "v": v, "K0": K0, "V0": V0}, ("K0", "V0"))
-    both_or_none(K0, V0)
+    paired(K0=K0, V0=V0)
     scale, wide = width_scale(scale, q.shape[4]), arguments.widest(q, k, v, K0, V0)
     T, _, M = q.shape[1:4]
     with arguments.no_autocast(q):

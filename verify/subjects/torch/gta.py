@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from mixproof.verify import implements
 from mixproof.verify.subjects.torch import _arguments as arguments
-from mixproof.verify.subjects.torch.cached_attention import joined
+from mixproof.verify.subjects.torch.cached_attention import joined, paired
 from mixproof.verify.subjects.torch.softmax_attention import online_rows, rows, width_scale
-from mixproof.verify.subjects.torch.tucker import paired
 
 _AXES = {"q": "BTGMK", "k": "BTGMK", "c": "BTL", "U": "GMVL", "Kc0": "BPGK", "C0": "BPL"}
 _GATED = {"q": "BTGMK", "k": "BTGK", "c": "BTGL", "U": "GMLXL", "u": "BTGMXL", "K0": "BPGK", "C0": "BPGL"}

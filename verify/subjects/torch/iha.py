@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from mixproof.verify import implements
 from mixproof.verify.subjects.torch import _arguments as arguments
-from mixproof.verify.subjects.torch.cached_attention import Cache, joined
+from mixproof.verify.subjects.torch.cached_attention import Cache, joined, paired
 from mixproof.verify.subjects.torch.softmax_attention import width_scale
-from mixproof.verify.subjects.torch.tucker import paired
 
 _AXES = {
     "q": "BTNK", "k": "BTNK", "v": "BTNV", "aq": "NJN", "ak": "NJN", "av": "NJN", "r": "NJ",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mixproof.verify import implements
 from mixproof.verify.subjects.torch import _arguments as arguments
 from mixproof.verify.subjects.torch._linear import group_norm
-from mixproof.verify.subjects.torch.cached_attention import Cache, both_or_none, joined
+from mixproof.verify.subjects.torch.cached_attention import Cache, joined, paired
 from mixproof.verify.subjects.torch.softmax_attention import hidden, width_scale
 
 _AXES = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "b": "H", "K0": "BHPK", "V0": "BHPV"}
@@ -137,7 +137,7 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, b: Tensor, scale: float, chunk: 
 
 def _run(form, q, k, v, b, scale, K0, V0):
     arguments.checked(_AXES, {"q": q, "k": k, "v": v, "b": b, "K0": K0, "V0": V0}, ("K0", "V0"), ("b",))
-    both_or_none(K0, V0)
+    paired(K0=K0, V0=V0)
     wide = arguments.widest(q, k, v, b, K0, V0)
     with arguments.no_autocast(q):
         Kc, Vc = joined(K0, k.transpose(1, 2), wide, dim=2), joined(V0, v.transpose(1, 2), wide, dim=2)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mixproof.verify import implements
 from mixproof.verify.subjects.torch import _arguments as arguments
-from mixproof.verify.subjects.torch.cached_attention import joined
+from mixproof.verify.subjects.torch.cached_attention import joined, paired
 from mixproof.verify.subjects.torch.softmax_attention import online_rows, rows, width_scale
 
 _AXES = {
@@ -109,13 +109,6 @@ class TuckerAttention(nn.Module):
         N, width, d_model = self.W_O.shape
         ranks = tuple(len(F) for F in (self.Fq, self.Fk, self.Fv))
         return f"{d_model}, heads={N}, width={width}, ranks={ranks}, causal={self.causal}, chunk={self.chunk}"
-
-
-def paired(**caches: Tensor | None) -> None:
-    """Raises ValueError for one of two caches that are given or absent together."""
-    given, absent = ([n for n, x in caches.items() if (x is None) == missing] for missing in (False, True))
-    if given and absent:
-        raise ValueError(f"{given[0]} is given without {absent[0]}; a cache has both")
 
 
 def _expanded(x, Fq, Gq, Fk, Gk, Fv, Gv, W_O, Kc, Vc, scale, before):
