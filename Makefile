@@ -1,4 +1,4 @@
-# make verify | test | check | wheel      each does all of its set-up the first time and reuses it afterwards
+# make verify | test | power | check | wheel      each does all of its set-up the first time and reuses it afterwards
 #   make test ARGS="-k retention -x"      passes options on to pytest
 #   make verify TORCH=                    without PyTorch and Triton: what needs them is reported as not run
 #   make test PY=python3.12 VENV=env      another interpreter, another place
@@ -20,13 +20,16 @@ READY := $(VENV)/.ready
 SPREAD = $(if $(JOBS),-n $(JOBS) --dist loadgroup)
 TYPED := build/typed/mixproof
 
-.PHONY: verify test check format wheel setup clean
+.PHONY: verify test power check format wheel setup clean
 
 verify: $(READY)
 	$(BIN)/pytest verify $(SPREAD) $(ARGS)
 
 test: $(READY)
 	$(BIN)/pytest tests $(SPREAD) $(ARGS)
+
+power: $(READY)
+	$(BIN)/mixproof power $(ARGS)
 
 # Pyright does not see through an editable install that maps folders, so it gets the installed layout as two links.
 check: $(READY)

@@ -39,6 +39,7 @@ def low(dtype: str) -> Arithmetic:
 # ---------------------------------------------------------------------------------------------------- honest machines
 
 MODES = ("nearest", "random", "up", "down", "plus", "minus")
+SIGNS = np.array([-1.0, 1.0])
 ORDERS = ("forward", "backward", "pairwise", "shuffled")
 
 
@@ -66,6 +67,13 @@ class Machine:
         self.second = choose("second", False, True)  # the other of two formulas: softplus, `either`
         self.flushes = choose("flushes", False, True) and arithmetic.intermediate != "float16"
         self.eta = UNDERFLOW[arithmetic.intermediate]
+        self.unit, self.sum_unit = arithmetic.unit, arithmetic.sum_unit  # properties: read once, not at every operation
+        self.rules: dict[np.ufunc, Callable[..., Any]] = {
+            np.add: self.add, np.subtract: lambda a, b: self.add(a, -b), np.multiply: self.multiply,
+            np.divide: self.divide, np.square: lambda a: self.multiply(a, a), np.exp: self.exp, np.log: self.log,
+            np.maximum: np.maximum, np.absolute: np.abs, np.log1p: lambda a: self.round(np.log1p(a), LOG1P),
+            np.sqrt: lambda a: self.round(np.sqrt(a), ROOT),
+        }  # fmt: skip
 
     def __call__(self, x: Any, exact: bool = True) -> Perturbed:
         x = np.asarray(x, dtype=float)
@@ -73,18 +81,19 @@ class Machine:
 
     def off(self, x: Any) -> Any:
         """Errors in units, at most one each."""
-        sign = np.where(np.asarray(x) < 0, -1.0, 1.0)
         if self.mode in ("random", "nearest"):
-            return self.random.choice([-1.0, 1.0], size=np.shape(x))
-        return {"up": 1.0, "down": -1.0, "plus": sign, "minus": -sign}[self.mode] + 0 * sign
+            return SIGNS[self.random.integers(2, size=np.shape(x))]
+        if self.mode in ("plus", "minus"):
+            return np.where(np.asarray(x) < 0, *(-SIGNS if self.mode == "minus" else SIGNS))
+        return 1.0 if self.mode == "up" else -1.0
 
     def round(self, x: Any, units: float = 1, unit: float = 0, dtype: str = "") -> np.ndarray:
         """x with a relative error: of `units`, or that of rounding to nearest."""
-        x, unit = np.asarray(x, dtype=float), unit or self.arithmetic.unit
+        x = np.asarray(x, dtype=float)
         if self.mode == "nearest" and units == 1:
             y = round_to(x, dtype or self.arithmetic.intermediate)
         else:
-            y = np.where(np.isfinite(x), x, 0) * units * unit * self.off(x) + x
+            y = x * (1 + units * (unit or self.unit) * self.off(x))
         return np.where(np.abs(y) < self.eta, 0, y) if self.flushes else y
 
     def constant(self, x: Any) -> np.ndarray:
@@ -99,8 +108,10 @@ class Machine:
         return np.where(np.abs(y) < UNDERFLOW[dot], 0, y)
 
     def add(self, a: Any, b: Any) -> np.ndarray:
-        wide = self.round(a + b, unit=self.arithmetic.sum_unit, dtype=self.arithmetic.accumulate)
-        return np.where(a == 0, b, np.where(b == 0, a, wide))
+        y = self.round(a + b, unit=self.sum_unit, dtype=self.arithmetic.accumulate)
+        if np.count_nonzero(a) < np.size(a) or np.count_nonzero(b) < np.size(b):
+            return np.where(a == 0, b, np.where(b == 0, a, y))
+        return y
 
     def multiply(self, a: Any, b: Any) -> np.ndarray:
         return np.where((np.abs(a) == 1) | (np.abs(b) == 1), a * b, self.round(a * b))
@@ -110,8 +121,8 @@ class Machine:
 
     def exp(self, x: Any) -> np.ndarray:
         """exp2(x log2(e)): two roundings in the argument. exp(0) is 1."""
-        shift = np.where(np.isfinite(x), x, 0) * 2 * self.arithmetic.unit * self.off(x)
-        return np.where(x == 0, 1, self.round(np.exp(x + shift), 2 * self.arithmetic.exp_ulps))
+        y = np.exp(x * (1 + 2 * self.unit * self.off(x)))
+        return np.where(x == 0, 1, self.round(y, 2 * self.arithmetic.exp_ulps))
 
     def log(self, x: Any) -> np.ndarray:
         y = np.log(x)
@@ -138,7 +149,7 @@ class Machine:
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         A, B = (a if a.ndim > 1 else a[None]), (b if b.ndim > 1 else b[:, None])
         lead = np.broadcast_shapes(A.shape[:-2], B.shape[:-2])
-        A, B = (np.broadcast_to(x, lead + x.shape[-2:]) for x in (A, B))
+        A, B = (x if x.shape[:-2] == lead else np.broadcast_to(x, lead + x.shape[-2:]) for x in (A, B))
         y = self.sum(self.multiply(np.moveaxis(A, -1, 0)[..., None], np.moveaxis(B, -2, 0)[..., None, :]))
         rows, columns = y.shape[-2:]
         return y.reshape(lead + (rows,) * (a.ndim > 1) + (columns,) * (b.ndim > 1))
@@ -184,13 +195,7 @@ class Perturbed(NDArrayOperatorsMixin):
             for _ in range(args[1] - 1):
                 y = M.multiply(y, x[0])
             return Perturbed(M, y)
-        rules = {
-            "add": M.add, "subtract": lambda a, b: M.add(a, -b), "multiply": M.multiply, "divide": M.divide,
-            "square": lambda a: M.multiply(a, a), "exp": M.exp, "log": M.log, "maximum": np.maximum,
-            "absolute": np.abs, "log1p": lambda a: M.round(np.log1p(a), LOG1P),
-            "sqrt": lambda a: M.round(np.sqrt(a), ROOT),
-        }  # fmt: skip
-        return Perturbed(M, rules[name](*x)) if name in rules else NotImplemented
+        return Perturbed(M, M.rules[ufunc](*x)) if ufunc in M.rules else NotImplemented
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         M, name = self.machine, function.__name__
@@ -838,7 +843,7 @@ def lift_inputs(make: Callable[..., Any], case: Case, arithmetic: Arithmetic, he
 
 
 def whole(case: Case, arithmetic: Arithmetic, machines: int) -> tuple[float, float]:
-    """The worst machine, forward in every form and backward."""
+    """The worst machine, forward in one form after the other and backward."""
     head, ratios = one_head(case), [0.0, 0.0]
     with np.errstate(all="ignore"):
         reading, backward = Reading(arithmetic), Reading(arithmetic, recomputes=True)
@@ -848,7 +853,7 @@ def whole(case: Case, arithmetic: Arithmetic, machines: int) -> tuple[float, flo
             {n: backward.ball(x) for n, x in upstream.items()}, **lift_inputs(backward.ball, case, arithmetic, head)
         )
         for seed in range(machines):
-            form = case.operator.forms[seed % len(case.operator.forms)]
+            form = case.operator.forms[(machines * case.seed + seed) % len(case.operator.forms)]
             machine = Machine(arithmetic, case.seed * 1000 + seed, recomputes=True)
             inputs = lift_inputs(machine, case, arithmetic, head)
             if not backward.vacuous:
@@ -870,7 +875,7 @@ PAIRS = [(label, n) for i, n in enumerate(NAMES) for j, label in enumerate(ARITH
 @pytest.mark.parametrize(("label", "name"), PAIRS)
 def test_no_honest_machine_leaves_the_ball_of_a_whole_operator(name: str, label: str) -> None:
     arithmetic = ARITHMETICS[label]
-    ratios = [whole(case, arithmetic, 3) for case in some_cases(name, arithmetic, 6, most=9)]
+    ratios = [whole(case, arithmetic, 2) for case in some_cases(name, arithmetic, 6, most=9)]
     assert max(r for pair in ratios for r in pair) <= 1
     if not label.startswith("all") and name not in LAYERED:
         assert max(r for r, _ in ratios) > 0.05  # and one comes near
@@ -913,7 +918,7 @@ def test_climbing_an_honest_float32_implementation_stays_inside(name: str) -> No
 
     best, start = one_head(case), 0.0
     top = start = ratio(best)
-    for _ in range(30):
+    for _ in range(15):
         changed = dict(best)
         n = str(random.choice([n for n in best if n not in scalars]))
         step = random.choice([2.0**-12, 0.1, 1, 4]) * random.normal(size=np.shape(best[n]))

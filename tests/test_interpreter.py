@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,8 +46,24 @@ def fresh(code: str, interpret: str | None = None):
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[bool]]:
-    return fresh(ACTIVATE + "print(json.dumps(interpreter.canaries()))")
+def activated() -> dict[str, Any]:
+    """What one process says: its canaries, which repairs there are, what a second activation leaves as it is."""
+    return fresh(
+        ACTIVATE + "outcomes = interpreter.canaries()\n"
+        "from mixproof.verify.subjects.triton import canaries, repairs\n"
+        "from triton.runtime import interpreter as t\n"
+        "repaired = [sorted(repairs.REPAIRS), sorted(c.name for c in canaries.CANARIES if c.repaired)]\n"
+        "names = 'binary_op', 'cast_impl', 'create_dot', 'create_fma'\n"
+        "first = [getattr(t.InterpreterBuilder, n) for n in names]\n"
+        "interpreter.activate()\n"
+        "same = [a is getattr(t.InterpreterBuilder, n) for a, n in zip(first, names)]\n"
+        "print(json.dumps({'outcomes': outcomes, 'repaired': repaired, 'same': same}))"
+    )
+
+
+@pytest.fixture(scope="module")
+def outcomes(activated: dict[str, Any]) -> dict[str, list[bool]]:
+    return activated["outcomes"]
 
 
 def test_repairs_cure_every_defect_they_are_for(outcomes) -> None:
@@ -60,25 +77,13 @@ def test_triton_3_9_has_every_defect(outcomes) -> None:
     assert {name for name, (_, after) in outcomes.items() if after} == {"tf32 dot", "float8 cast"}
 
 
-def test_every_repair_has_a_canary() -> None:
-    code = ACTIVATE + (
-        "from mixproof.verify.subjects.triton import canaries, repairs\n"
-        "print(json.dumps([sorted(repairs.REPAIRS), sorted(c.name for c in canaries.CANARIES if c.repaired)]))"
-    )
-    repaired, canaries = fresh(code)
+def test_every_repair_has_a_canary(activated) -> None:
+    repaired, canaries = activated["repaired"]
     assert repaired == canaries == sorted(NEEDED_BY_3_9)
 
 
-def test_activation_is_idempotent() -> None:
-    code = ACTIVATE + (
-        "interpreter.activate()\n"
-        "from triton.runtime import interpreter as t\n"
-        "names = 'binary_op', 'cast_impl', 'create_dot', 'create_fma'\n"
-        "first = [getattr(t.InterpreterBuilder, n) for n in names]\n"
-        "interpreter.activate()\n"
-        "print(json.dumps([a is getattr(t.InterpreterBuilder, n) for a, n in zip(first, names)]))"
-    )
-    assert fresh(code) == [True] * 4
+def test_activation_is_idempotent(activated) -> None:
+    assert activated["same"] == [True] * 4
 
 
 def test_a_healthy_interpreter_is_left_alone() -> None:
@@ -109,36 +114,42 @@ def test_a_defect_that_stays_is_refused(defect: str) -> None:
     assert why is None if defect == "bfloat16 dot" else f"could not be repaired: {defect}" in why
 
 
-def test_too_late() -> None:
-    code = (
+@pytest.fixture(scope="module")
+def elsewhere() -> dict[str, Any]:
+    """What one process says that may not interpret; then, allowed to, that has a GPU; then that compiles for one which
+    is gone. None of it activates anything."""
+    return fresh(
+        ACTIVATE + "import os, sys, torch\n"
+        "found = {'forbidden': interpreter.unavailable()}\n"
+        "del os.environ['TRITON_INTERPRET']\n"
+        "absent, torch.cuda.is_available = torch.cuda.is_available, lambda: True\n"
+        "interpreter.activate()\n"
+        "found['gpu'] = [interpreter.unavailable(), interpreter.canaries(), interpreter.bf16_is_right(),\n"
+        "    'triton' in sys.modules, 'TRITON_INTERPRET' in os.environ]\n"
+        "torch.cuda.is_available = absent\n"
         "import triton\n"
-        + ACTIVATE
-        + (
-            "why = interpreter.unavailable()\n"
-            "try: interpreter.activate()\n"
-            "except RuntimeError as error: print(json.dumps([why, str(error), interpreter.bf16_is_right()]))"
-        )
+        "why = interpreter.unavailable()\n"
+        "try: interpreter.activate()\n"
+        "except RuntimeError as error: found['too late'] = [why, str(error), interpreter.bf16_is_right()]\n"
+        "print(json.dumps(found))",
+        interpret="0",
     )
-    why, error, right = fresh(code)
+
+
+def test_too_late(elsewhere) -> None:
+    why, error, right = elsewhere["too late"]
     assert why == error
     assert "triton was imported for compilation" in why
     assert "TRITON_INTERPRET=1" in why
     assert right is False
 
 
-def test_forbidden() -> None:
-    assert "TRITON_INTERPRET" in fresh(ACTIVATE + "print(json.dumps(interpreter.unavailable()))", interpret="0")
+def test_forbidden(elsewhere) -> None:
+    assert "TRITON_INTERPRET" in elsewhere["forbidden"]
 
 
-def test_with_a_gpu_nothing_happens() -> None:
-    code = ACTIVATE + (
-        "import sys, os, torch\n"
-        "torch.cuda.is_available = lambda: True\n"
-        "interpreter.activate()\n"
-        "print(json.dumps([interpreter.unavailable(), interpreter.canaries(), interpreter.bf16_is_right(),\n"
-        "    'triton' in sys.modules, 'TRITON_INTERPRET' in os.environ]))"
-    )
-    assert fresh(code) == [None, {}, True, False, False]
+def test_with_a_gpu_nothing_happens(elsewhere) -> None:
+    assert elsewhere["gpu"] == [None, {}, True, False, False]
 
 
 # ---- in this process: what the repaired interpreter computes

@@ -315,3 +315,29 @@ def test_the_only_options_are_prefixed(tmp_path: Path) -> None:
     options = re.findall(r"^  (-\S+)", section, re.MULTILINE)
     assert len(options) == 5
     assert all(option.startswith("--mixproof-") for option in options)
+
+
+# --------------------------------------------------------------------------------------------------- the profile smoke
+
+
+def test_smoke_is_the_budget_plan_of_our_own(tmp_path: Path) -> None:
+    from mixproof.verify import plan
+    from mixproof.verify.cells import entries
+
+    options = ("--pyargs", "mixproof.verify", "--mixproof-profile", "smoke", "--collect-only", "-q")
+    run = pytest_in(tmp_path, *options, code=0)
+    cells = [line.split("[")[1][:-1].split("/") for line in run.lines if "::test_law[" in line]
+    assert {operator for operator, _, _ in cells} == set(plan.load()["operators"])
+    assert all(law in plan.laws_for(operator) for operator, _, law in cells)
+    ours = {str(entry) for entry in entries() if ".thirdparty." not in entry.module}
+    assert {f"{operator}/{name}" for operator, name, _ in cells} == ours
+
+
+def test_smoke_judges_what_is_planned_of_an_implementation(tmp_path: Path) -> None:
+    from mixproof.verify import plan
+
+    options = ("--mixproof-profile", "smoke", "-v")
+    run = pytest_in(gate(tmp_path, RIGHT), *THE_GATE, *options, code=0)
+    judged = re.findall(r"test_law\[retention/right/(\w+)\]", run.out)
+    assert set(judged) == set(plan.laws_for("retention"))
+    assert re.match(r"[1-9]\d* cells hold, 0 broken", run.summary[-1])

@@ -189,7 +189,7 @@ def check(function, inputs, outputs, cotangents, found, causal, **scalars):
 # --- agreement with the reference ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CROSS)
-@pytest.mark.parametrize(("T", "S"), [(1, 1), (9, 9), (3, 14), (0, 5)])
+@pytest.mark.parametrize(("T", "S"), [(9, 9), (3, 14), (0, 5)])
 def test_cross_and_its_gradients_agree_with_the_reference(name, dtype, T, S):
     inputs = draw(T, S, dtype=dtype, seed=T + S)
     outputs = run(CROSS[name], inputs)
@@ -199,7 +199,7 @@ def test_cross_and_its_gradients_agree_with_the_reference(name, dtype, T, S):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CAUSAL)
-@pytest.mark.parametrize(("T", "state"), [(0, True), (1, False), (2, True), (4, False), (13, True), (13, False)])
+@pytest.mark.parametrize(("T", "state"), [(0, True), (1, False), (13, True)])
 def test_causal_and_its_gradients_agree_with_the_reference(name, dtype, T, state):
     inputs = draw(T, dtype=dtype, state=state, seed=T)
     outputs = run(CAUSAL[name], inputs)

@@ -129,7 +129,8 @@ def check(got, want_and_bound):
 
 @pytest.mark.parametrize(("T", "K", "R", "V", "chunk"), SIZES)
 def test_every_size_agrees_with_float64(T, K, R, V, chunk):
-    p = problem(T, K, R, V, B=2 if T in (2, 16) else 1, seed=T)
+    B, H = {1: (2, 3), 2: (2, 3), 16: (1, 2)}.get(T, (1, 1))  # the interpreter takes one program after the other
+    p = problem(T, K, R, V, B=B, H=H, seed=T)
     G, eta = responsibilities64(p.q, *p.mixture)
     check(gma.responsibilities(p.q, *p.mixture), ((G).transpose(1, 2), (G * eta + TINY).transpose(1, 2)))
     check(gma.bidirectional(p.q, p.k, p.v, *p.mixture), attention64(p)[0])
@@ -146,7 +147,7 @@ def test_cross_attention_reads_another_sequence(T, S):
 
 
 def test_more_components_and_channels_than_a_tile():
-    p = problem(5, 70, 2, 130, B=1, H=2)
+    p = problem(5, 70, 2, 130, B=1, H=1)
     check(gma.cross(p.q, p.k, p.v, *p.mixture), attention64(p)[0])
     for got, want in zip(gma.causal(p.q, p.k, p.v, *p.mixture), attention64(p, causal=True), strict=True):
         check(got, want)
@@ -208,7 +209,7 @@ def test_nan_keys_in_the_future_change_no_bit_of_the_past():
 
 
 def test_resuming_between_chunks_changes_no_bit():
-    p = problem(41, 3, 1, 3, B=1, H=2)
+    p = problem(41, 3, 1, 3, B=1, H=1)
     O, S, Z = gma.causal(p.q, p.k, p.v, *p.mixture, S0=p.S0, Z0=p.Z0, chunk=16)
     for cut in (0, 32, 41):
         head, tail = ([x[:, part] for x in (p.q, p.k, p.v)] for part in (slice(cut), slice(cut, None)))
@@ -223,16 +224,15 @@ def test_sequences_and_heads_do_not_see_each_other():
     p = problem(19, 3, 2, 3)
     O, S, Z = gma.causal(p.q, p.k, p.v, *p.mixture, S0=p.S0, Z0=p.Z0)
     both = gma.cross(p.q, p.k, p.v, *p.mixture)
-    for b in range(2):
-        for h in range(3):
-            tokens = [x[b : b + 1, :, h : h + 1] for x in (p.q, p.k, p.v)]
-            mixture = [x[h : h + 1] for x in p.mixture]
-            S0, Z0 = (x[b : b + 1, h : h + 1] for x in (p.S0, p.Z0))
-            alone = gma.causal(*tokens, *mixture, S0=S0, Z0=Z0)
-            assert torch.equal(alone[0][0, :, 0], O[b, :, h])
-            assert torch.equal(alone[1][0, 0], S[b, h])
-            assert torch.equal(alone[2][0, 0], Z[b, h])
-            assert torch.equal(gma.cross(*tokens, *mixture)[0, :, 0], both[b, :, h])
+    for b, h in ((0, 0), (0, 2), (1, 1)):  # each sequence and each head
+        tokens = [x[b : b + 1, :, h : h + 1] for x in (p.q, p.k, p.v)]
+        mixture = [x[h : h + 1] for x in p.mixture]
+        S0, Z0 = (x[b : b + 1, h : h + 1] for x in (p.S0, p.Z0))
+        alone = gma.causal(*tokens, *mixture, S0=S0, Z0=Z0)
+        assert torch.equal(alone[0][0, :, 0], O[b, :, h])
+        assert torch.equal(alone[1][0, 0], S[b, h])
+        assert torch.equal(alone[2][0, 0], Z[b, h])
+        assert torch.equal(gma.cross(*tokens, *mixture)[0, :, 0], both[b, :, h])
 
 
 def strided(x):

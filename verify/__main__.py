@@ -1,5 +1,5 @@
-"""The command `mixproof`: check, replay, new, list, claims. Exit codes are pytest's own: 0 holds, 1 broken,
-2 interrupted, 3 our bug, 4 usage or adapter, 5 nothing was checked."""
+"""The command `mixproof`: check, replay, precision, new, list, claims, power. Exit codes are pytest's own: 0 holds,
+1 broken, 2 interrupted, 3 our bug, 4 usage or adapter, 5 nothing was checked."""
 
 from __future__ import annotations
 
@@ -119,6 +119,19 @@ def _elsewhere(name: str, known: list[str], file: str | None) -> str:
 
 def _command(subject: Subject) -> str:
     return f"mixproof replay {subject.origin}".rstrip()
+
+
+def precision(arguments: argparse.Namespace) -> int:
+    """Which arithmetic the implementations of a file really use, told from their errors, beside the one they declare.
+    Exit code 1 if one is narrower than declared, 5 if nothing can be said. The options are those of `check`."""
+    from mixproof.verify.precision import detect_all
+    from mixproof.verify.report.precision import exit_code, table
+
+    findings = []
+    for subject in _load(arguments, arguments.file):
+        findings += [vars(found) | {"sentence": str(found)} for found in detect_all(subject)]
+    print(table(findings))
+    return exit_code(findings)
 
 
 def new(arguments: argparse.Namespace) -> int:
@@ -301,6 +314,8 @@ def _parser() -> argparse.ArgumentParser:
     li.add_argument("operator", nargs="?", metavar="OPERATOR", help="only this one")
     li.set_defaults(run=list_all)
     _add_claims(commands)
+    _add_power(commands)
+    _add_precision(commands)
     return parser
 
 
@@ -315,6 +330,19 @@ def _add_claims(commands: Any) -> None:
     s = c.add_subparsers(metavar="show").add_parser("show", help="check one again", description=show_claim.__doc__)
     s.add_argument("id", metavar="ID", help="as `mixproof claims` prints it, for example survey.A1")
     s.set_defaults(run=show_claim)
+
+
+def _add_power(commands: Any) -> None:
+    from mixproof.verify.power.command import add_parser
+
+    add_parser(commands)
+
+
+def _add_precision(commands: Any) -> None:
+    p = commands.add_parser("precision", help="which arithmetic a file really uses", description=precision.__doc__)
+    p.add_argument("file", metavar="FILE[:FUNCTION]")
+    _describing(p)
+    p.set_defaults(run=precision)
 
 
 def _describing(parser: argparse.ArgumentParser) -> None:

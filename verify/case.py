@@ -180,8 +180,13 @@ class Domain:
         return sorted({0, 1, 2, 3, 7, C - 1, C, C + 1} | several)
 
     def regimes(self, extreme: bool = False) -> list[str]:
-        domains = {x.domain for x in find_operator(self.op).inputs}
-        return [w for w, r in REGIMES.items() if (not r.needs or r.needs & domains) and r.extreme == extreme]
+        operator = find_operator(self.op)
+        domains, axes = {x.domain for x in operator.inputs}, set(operator.dimensions)
+        return [
+            w
+            for w, r in REGIMES.items()
+            if (not r.needs or r.needs & domains) and r.extreme == extreme and {a for a, _ in r.sizes} <= axes
+        ]
 
 
 def _others(V: int) -> dict[str, int]:
@@ -216,11 +221,13 @@ def atlas(domain: Domain, small: bool = False, extreme: bool = False) -> Iterato
             B, H = heads[i % len(heads)]
             sizes = {"B": B, "H": H, "T": T, "S": max(1, T + (i % 3) - 1), "K": K, "R": R, "V": V, "D": R + 1}
             sizes["X"] = (4, 3, 2, 5, 1, 3, 4, 5, 2, 3, 2)[i % 11]  # no law picks every eleventh case
+            sizes |= dict(REGIMES[regime].sizes)
             # Of the extremes, `disjoint` needs a small state (a large one fills the denominator), `negative` the flag.
             # The flag has no period that a law's selection of every second or fourth case could fall in step with.
             # Those that take turns would meet every second state only.
             turn = i + (i // 6 if d > 1 else 0) if small else i // rhythm
             state = ("random", *STATES)[(turn + d + 2 * extreme) % (1 + len(STATES))]
+            state = "random" if REGIMES[regime].sizes else state  # a cache of that size, not its absence
             flag = (i // 2 + i // 4 + extreme) % 2 == 0
             fields = dict(dtype=dtype, parameters=parameters, regime=regime, state=state, flag=flag, seed=i)
             yield domain.case(sizes, **fields)
@@ -249,6 +256,7 @@ def cases(domain: Domain, small: bool = False, extreme: bool = False) -> st.Sear
     def build(sizes: dict[str, int], fields: dict[str, Any]) -> Case:
         dtype, parameters = fields["kinds"]
         rest = {k: v for k, v in fields.items() if k != "kinds"}
+        sizes = sizes | dict(REGIMES[rest["regime"]].sizes)
         return domain.case(sizes, dtype=dtype, parameters=parameters, **rest)
 
     return st.builds(build, sizes, fields)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mixproof.verify.because import because
+from mixproof.verify import plan
+from mixproof.verify.because import because, precision
 from mixproof.verify.case import Case, Domain, cases, smaller
 from mixproof.verify.errors import SubjectError, UsageError
 from mixproof.verify.laws import law as find_law
@@ -20,6 +21,7 @@ from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence, Verdict, Where
 
 SHRINK_SECONDS = 10.0
+UNPLANNED = 2  # cases of a core law in the profile smoke, of an operator without a plan
 
 
 @dataclass(frozen=True)
@@ -27,21 +29,22 @@ class Profile:
     """How long to look. `examples`: random cases for a law of search weight one; `small`: the short atlas only, and
     of a slow implementation only the core laws; `slow_cases`: how many of the atlas's cases a slow one gets for a core
     law, and half as many, no random ones and none longer than a chunk and a token, for another, if it is `brief`;
-    `most`: core laws alone, on so many of the atlas's cases, none longer;
-    `all_threads`: as many as the framework likes, where one is several times faster on small cases."""
+    `planned`: the laws and cases of the budget plan alone (a slow one: its core laws); for an operator without one,
+    core laws on two cases; `all_threads`: as many as the framework likes, where one is several times faster on small
+    cases."""
 
     name: str
     examples: int
     small: bool = False
     slow_cases: int = 3
-    most: int | None = None
+    planned: bool = False
     derandomise: bool = True
     all_threads: bool = False
     brief: bool = True
 
 
 PROFILES = {
-    "smoke": Profile("smoke", 0, small=True, slow_cases=1, most=2),
+    "smoke": Profile("smoke", 0, small=True, slow_cases=1, planned=True),
     "short": Profile("short", 0, small=True, slow_cases=2),
     "ci": Profile("ci", 4),
     "nightly": Profile("nightly", 400, slow_cases=1000, derandomise=False, all_threads=True, brief=False),
@@ -104,7 +107,7 @@ def _judge(subject: Subject, law: Law, profile: Profile, seed: int, cell: str) -
         return verdict
     if profile.small and subject.slow and not law.core:
         return Verdict(cell, "not run", why="a slow implementation: profiles ci and nightly judge this law")
-    if profile.most and not law.core:
+    if profile.planned and law.name not in plan.laws_for(subject.operator.name):
         return Verdict(cell, "not run", why="profiles short, ci and nightly judge this law")
     with nullcontext() if profile.all_threads else subject.framework.one_thread():
         return _searched(subject, law, profile, seed, cell)
@@ -160,9 +163,9 @@ def _cases(subject: Subject, law: Law, domain: Domain, profile: Profile) -> Iter
     most = _most(subject, law, profile)
     if most:  # spread over the plan; the others stand by for those that compare nothing
         listed = list(cases)
-        cases = [*few(listed, most), *listed]
+        cases = [*(_planned(subject, law, profile) or few(listed, most)), *listed]
     for case in cases:
-        if brief or (most and profile.small):  # one chunk and a token more
+        if brief or (slow and profile.small):  # one chunk and a token more
             longest = domain.chunk + 1
             case = case.resized(**{a: domain.fit(a, min(n, longest)) for a, n in case.sizes if a in ("T", "S")})
         if slow and profile.small:
@@ -176,7 +179,13 @@ def _most(subject: Subject, law: Law, profile: Profile) -> int | None:
     """How many cases of the atlas the implementation gets for this law; None: all."""
     if subject.slow:
         return max(1, profile.slow_cases // (2 if _briefly(subject, law, profile) else 1))
-    return profile.most
+    return (len(_planned(subject, law, profile)) or UNPLANNED) if profile.planned else None
+
+
+def _planned(subject: Subject, law: Law, profile: Profile) -> list[Case]:
+    """The cases of the budget plan for this law, where the profile keeps to it."""
+    pairs = enumerate(plan.planned(subject.operator.name) if profile.planned else [])
+    return [plan.fitted(case, subject.domain(), turn) for turn, (name, case) in pairs if name == law.name]
 
 
 def _briefly(subject: Subject, law: Law, profile: Profile) -> bool:
@@ -237,6 +246,7 @@ def _failure(
     why = broken.message
     if broken.worst is not None and not why:
         why = because(law, broken.worst, subject.declaration.arithmetic(broken.case.dtype))
+        why += precision(subject, law, broken.worst, broken.case)
     return Verdict(
         cell,
         "fail",

@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--mixproof-profile",
         choices=("smoke", "short", "ci", "nightly"),
         default="ci",
-        help="how long to look: smoke (core laws, our own implementations), short, ci (default), nightly",
+        help="how long to look: smoke (the budget plan, our own implementations), short, ci (default), nightly",
     )
     group.addoption("--mixproof-seed", type=int, default=0, metavar="N", help="added to the seed of every case")
     group.addoption("--mixproof-strict", action="store_true", help="fail on undecided and not-run cells too")
@@ -110,16 +110,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _cells(config: pytest.Config) -> list[str]:
     from mixproof.reference import operator as find_operator
+    from mixproof.verify import plan
     from mixproof.verify.cells import entries, laws_for
-    from mixproof.verify.laws import law as find_law
 
-    smoke = _option(config, "profile") == "smoke"  # core laws alone, and of our implementations alone
+    smoke = _option(config, "profile") == "smoke"  # planned laws alone, and of our implementations alone
     if SOURCES not in config.stash:
         found = (e for e in entries() if not (smoke and ".thirdparty." in e.module))
         config.stash[SOURCES] = {str(e): e for e in found}
     sources = config.stash[SOURCES]
-    cells = (f"{s}/{law}" for s in sources for law in laws_for(find_operator(s.split("/")[0])))
-    return sorted((c for c in cells if not smoke or find_law(c.rpartition("/")[2]).core), key=_order)
+    laws = {name: laws_for(find_operator(name)) for name in {s.split("/")[0] for s in sources}}
+    if smoke:
+        laws = {name: [law for law in laws[name] if law in plan.laws_for(name)] for name in laws}
+    return sorted((f"{s}/{law}" for s in sources for law in laws[s.split("/")[0]]), key=_order)
 
 
 def _order(cell: str) -> tuple[int, int]:

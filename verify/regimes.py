@@ -80,12 +80,14 @@ class Draw:
 @dataclass(frozen=True)
 class Regime:
     """`needs`: at least one input must have one of these domains (empty: always applies). Extreme regimes are the
-    business of the law `extremes`."""
+    business of the law `extremes`. `sizes` are those without which it says nothing: it applies where an operator has
+    all of these axes."""
 
     apply: Callable[[Draw], None]
     why: str
     needs: frozenset[str] = frozenset()
     extreme: bool = False
+    sizes: tuple[tuple[str, int], ...] = ()
 
 
 TOKENS = ("routing", "query", "key", "feature", "positive")
@@ -275,5 +277,12 @@ REGIMES: dict[str, Regime] = {
         "all logits strongly negative: sentinels that are not -inf",
         DOT,
         extreme=True,
+    ),
+    "late": Regime(
+        lambda d: d.scalar(500000.0, "base"),  # as long contexts have it
+        "positions beyond 256, where half precision skips some: an odd one after a cache of 300 tokens",
+        frozenset({"base"}),
+        extreme=True,
+        sizes=(("P", 300), ("T", 2)),
     ),
 }

@@ -90,4 +90,4 @@ def plan(domain: Domain, small: bool) -> Iterator[Case]:
         )
 
 
-LAW = Law("certified", "the float64 oracle is certified by enclosures", "rounding", check, applies, plan)
+LAW = Law("certified", "the float64 oracle is certified by enclosures", "rounding", check, applies, plan, of="both")

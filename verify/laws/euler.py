@@ -50,4 +50,4 @@ def plan(domain: Domain, small: bool) -> Iterator[Case]:
     return few(scalable(domain, small), 3 if small else 5)
 
 
-LAW = Law("euler", "<x, dx> = degree <O, dO>", "rounding", check, needs_gradients, plan, optional=True)
+LAW = Law("euler", "<x, dx> = degree <O, dO>", "rounding", check, needs_gradients, plan, optional=True, of="both")

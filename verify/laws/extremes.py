@@ -19,4 +19,13 @@ def plan(domain: Domain, small: bool) -> Iterator[Case]:
     return atlas(domain, small, extreme=True)
 
 
-LAW = Law("extremes", "extreme inputs: still within tolerance", "rounding", check, plan=plan, search=0.5, extreme=True)
+LAW = Law(
+    "extremes",
+    "extreme inputs: still within tolerance",
+    "rounding",
+    check,
+    plan=plan,
+    search=0.5,
+    extreme=True,
+    of="both",
+)

@@ -47,4 +47,13 @@ def plan(domain: Domain, small: bool) -> Iterator[Case]:
     return few((c for c in atlas(domain, small) if c.size("T") > 1), 3 if small else 6)
 
 
-LAW = Law("gradient_causality", "no gradient from row i to j > i", "bitwise", check, applies, plan=plan, search=0.1)
+LAW = Law(
+    "gradient_causality",
+    "no gradient from row i to j > i",
+    "bitwise",
+    check,
+    applies,
+    plan=plan,
+    search=0.1,
+    of="gradients",
+)

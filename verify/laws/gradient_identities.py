@@ -115,4 +115,5 @@ LAW = Law(
     needs_gradients,
     plan=plan,
     optional=True,
+    of="both",
 )

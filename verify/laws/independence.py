@@ -63,4 +63,4 @@ def applies(subject: Subject) -> str:
     return needs_own_calling(subject) or ("" if {"B", "H"} & set(subject.layout) else "one sequence, one head")
 
 
-LAW = Law("independence", "sequences and heads do not see each other", "bitwise", check, applies, plan)
+LAW = Law("independence", "sequences and heads do not see each other", "bitwise", check, applies, plan, of="both")

@@ -35,7 +35,8 @@ class Law:
     `statement` is the line shown when it is broken. `exactness` is bitwise, rounding (judged by balls) or inequality.
     `applies` gives the reason why an implementation is not held to it, or nothing. `plan` lists the cases tried first;
     `search` is the share of a profile's random cases that it gets; `optional` laws hold only for operators that name
-    them; `core` laws are judged in every profile, however slow the implementation."""
+    them; `core` laws are judged in every profile, however slow the implementation. `of` is what the check looks at:
+    outputs, gradients, or both."""
 
     name: str
     statement: str
@@ -47,6 +48,7 @@ class Law:
     optional: bool = False
     extreme: bool = False
     core: bool = False
+    of: str = "outputs"
 
     def reason_not(self, subject: Subject) -> str:
         """Why the law is not applied to this implementation, or nothing."""

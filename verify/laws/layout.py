@@ -57,4 +57,6 @@ def plan(domain: Domain, small: bool) -> Iterator[Case]:
     return few(atlas(domain, small), 1 if small else 2)
 
 
-LAW = Law("layout", "strides of inputs and cotangents do not matter", "rounding", check, needs_own_calling, plan)
+LAW = Law(
+    "layout", "strides of inputs and cotangents do not matter", "rounding", check, needs_own_calling, plan, of="both"
+)

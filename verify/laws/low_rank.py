@@ -20,8 +20,10 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     A = next(iter(subject.run(identity, case.dtype).values()))
     want = expect(subject, case, identity, key="identity")
     bound = next(iter(want.bound.values()))
-    K = case.size("K")
-    negative = Evidence("min(A, 0)", np.minimum(A, 0), 0 * A, 0.0, ("B", "H", "T", "S"), 0.0, want.vacuous)
+    K, axes = case.size("K"), ("B", "H", "T", "S")
+    if not np.all(np.isfinite(A)):  # no singular values to speak of
+        return [Evidence("A, which is finite,", A, np.where(np.isfinite(A), A, 0), 0.0, axes, 0.0, want.vacuous)]
+    negative = Evidence("min(A, 0)", np.minimum(A, 0), 0 * A, 0.0, axes, 0.0, want.vacuous)
     if min(A.shape[-2:]) <= K:
         return [negative]
     sigma = np.linalg.svd(A, compute_uv=False)[..., K]

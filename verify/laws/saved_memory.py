@@ -44,4 +44,6 @@ def plan(domain: Domain, small: bool) -> Iterator[Case]:
     yield domain.case(sizes, dtype=dtype, parameters=parameters)
 
 
-LAW = Law("saved_memory", "memory kept for backward is linear in tokens", "inequality", check, applies, plan)
+LAW = Law(
+    "saved_memory", "memory kept for backward is linear in tokens", "inequality", check, applies, plan, of="gradients"
+)

@@ -35,4 +35,4 @@ def plan(domain: Domain, small: bool) -> Iterator[Case]:
     return few(atlas(domain, small), 2 if small else 3)
 
 
-LAW = Law("unchanged", "inputs are not written to", "bitwise", check, needs_own_calling, plan)
+LAW = Law("unchanged", "inputs are not written to", "bitwise", check, needs_own_calling, plan, of="both")

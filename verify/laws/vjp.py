@@ -25,4 +25,13 @@ def check(subject: Subject, case: Case) -> list[Evidence]:
     return evidence
 
 
-LAW = Law("vjp", "gradients = closed form, up to rounding", "rounding", check, needs_gradients, search=0.5, core=True)
+LAW = Law(
+    "vjp",
+    "gradients = closed form, up to rounding",
+    "rounding",
+    check,
+    needs_gradients,
+    search=0.5,
+    core=True,
+    of="gradients",
+)

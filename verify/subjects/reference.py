@@ -49,8 +49,10 @@ def batched(
         return oracle.plain_forward(operator, inputs, sized(function, chunk or default))
 
     def run_vjp(cotangents: Mapping[str, Any], **inputs: Any) -> dict[str, Any]:
-        shapes = oracle.plain_forward(operator, inputs, function)
-        full = {y.name: 0 * x for y, x in zip(operator.outputs, shapes, strict=True)} | dict(cotangents)
+        full = dict(cotangents)
+        if missing := [i for i, y in enumerate(operator.outputs) if y.name not in full]:
+            results = oracle.plain_forward(operator, inputs, function)
+            full |= {operator.outputs[i].name: 0 * results[i] for i in missing}
         return oracle.plain_backward(operator, inputs, full, sized(vjp or operator.vjp, default))
 
     run.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]

@@ -3,9 +3,10 @@ which a failure is looked up: an output that equals a mutant within its bound is
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mixproof.reference import operator as find_operator
+from mixproof.reference.spec import Form, Operator
 from mixproof.verify import oracle
 from mixproof.verify.case import Case
 from mixproof.verify.declare import Declaration
@@ -53,6 +55,14 @@ MODULES = (
     "mtla",
     "ccgqa",
     "calling",
+    "convolution",
+    "packed",
+    "numerics",
+    "solitary",
+    "solitary_vjp",
+    "history",
+    "forms",
+    "costs",
 )
 # laws whose failures lie in a gradient
 OF_GRADIENTS = ("vjp", "gradient_causality", "gradient_identities", "euler")
@@ -64,7 +74,10 @@ class Mutant:
     `batched` replaces both for what goes wrong around them: a function of (B, H, T, D) arrays, perhaps with a `vjp`.
 
     `killed_by` names laws that must each kill it, in the profile "short"; `dtype` is the input dtype in which it is
-    wrong; `chunk` its chunk; `source` the public bug of which it is a model, by its name in the design record."""
+    wrong; `chunk` its chunk; `source` the public bug of which it is a model, by its name in `sources`, or nothing.
+
+    `form` makes it a wrong form of the reference, of that name, judged as those are: `forward` computes it in plain
+    NumPy, `exact` over a field. With `framework` "torch" its `batched` is a function of (B, T, H, D) tensors."""
 
     name: str
     operator: str
@@ -76,25 +89,51 @@ class Mutant:
     chunk: int = 8
     batched: Callable[..., Any] | None = None
     source: str = ""
+    form: str = ""
+    exact: Callable[..., Any] | None = None
+    framework: str = "numpy"
+
+    @property
+    def part(self) -> str:
+        """What is wrong with it: "outputs", "gradients", or what goes on around them, "calling"."""
+        if self.batched or (self.forward is not None) == (self.vjp is not None):
+            return "calling"
+        return "outputs" if self.forward else "gradients"
 
     def subject(self) -> Subject:
-        """The mutant as an implementation under test."""
+        """The mutant as an implementation under test. Nothing is imported for it before it runs."""
         from mixproof.verify.subjects.reference import batched
 
-        operator = find_operator(self.operator)
-        function = self.batched or batched(
-            operator, self.forward or operator.forms[0].function, self.vjp or operator.vjp, self.chunk
-        )
+        operator, torch = find_operator(self.operator), self.framework == "torch"
+        vjp = None if self.form else self.vjp or operator.vjp
+        function = self.batched or batched(operator, self.forward or operator.forms[0].function, vjp, self.chunk)
+        anew = getattr(function, "anew", None)
+        function = anew() if anew else function  # it has a memory, which no other implementation under test shares
         declaration = Declaration(
             self.operator,
-            f"mutant.{self.name}",
-            layout="B H T D",
+            f"reference.{self.form}" if self.form else f"mutant.{self.name}",
+            layout="B T H D" if torch else "B H T D",
             dtypes=(self.dtype,),
             chunk=self.chunk,
-            gradients=hasattr(function, "vjp"),
-            framework="numpy",
+            gradients=torch or hasattr(function, "vjp"),
+            framework=self.framework,
         )
-        return Subject(declaration, function)
+        subject = Subject(declaration, function)
+        if self.form:
+            subject.operator = self._reformed(operator)
+        return subject
+
+    def _reformed(self, operator: Operator) -> Operator:
+        """The operator with this form in the place of the right one, or added."""
+        wrong = {"forms": self.forward, "exact": self.exact}
+        changes = {}
+        for field, function in wrong.items():
+            if function is not None:
+                forms: tuple[Form, ...] = getattr(operator, field)
+                others = tuple(f for f in forms if f.name != self.form)
+                chunked = any(f.chunked for f in forms if f.name == self.form)
+                changes[field] = (*others, Form(self.form, function, chunked))
+        return dataclasses.replace(operator, **changes)
 
 
 def tabulated(operator: str, forward: Iterable[Row], backward: Iterable[Row]) -> tuple[Mutant, ...]:
@@ -107,8 +146,15 @@ def tabulated(operator: str, forward: Iterable[Row], backward: Iterable[Row]) ->
 
 def mutants(operator: str | None = None) -> list[Mutant]:
     """All mutants, or those of one operator."""
+    return [m for m in _all() if operator in (None, m.operator)]
+
+
+@cache
+def _all() -> tuple[Mutant, ...]:
+    from mixproof.verify.subjects.mutants.sources import same
+
     found = [m for module in MODULES for m in import_module(f"{__name__}.{module}").MUTANTS]
-    return [m for m in found if operator in (None, m.operator)]
+    return tuple(m if m.source else dataclasses.replace(m, source=same(m.operator, m.name)) for m in found)
 
 
 def explain(subject: Subject, law: str, case: Case) -> str:

@@ -13,7 +13,8 @@ from mixproof.verify.subjects.mutants import Mutant
 from mixproof.verify.subjects.reference import batched
 
 CHUNK = 8
-MIXED, NOISE = 2.0**-20, 2.0**-22
+MIXED = 2.0**-20
+EMPTY = np.empty
 Arrays = dict[str, Any]
 Run = Any  # a function of (B, H, T, D) arrays by name; its attribute `vjp`, if there is one, gives their gradients
 
@@ -56,6 +57,18 @@ def other_heads(operator: Operator, inputs: Arrays) -> Arrays:
     return inputs | {n: x + MIXED * (x[:, ::-1] - x) for n in named(operator, "token", inputs) for x in [inputs[n]]}
 
 
+def anew(make: Callable[[Operator], Run]) -> Callable[[Operator], Run]:
+    """For what has a memory: each implementation under test gets one of its own, see `Mutant.subject`."""
+
+    def made(operator: Operator) -> Run:
+        run = make(operator)
+        run.anew = lambda: make(operator)
+        return run
+
+    return made
+
+
+@anew
 def stale_scalars(operator: Operator) -> Run:
     """What is compiled for a shape keeps the scalars of the first call."""
     right, compiled = honest(operator), {}
@@ -68,6 +81,7 @@ def stale_scalars(operator: Operator) -> Run:
     return run
 
 
+@anew
 def late_scalars(operator: Operator) -> Run:
     """Scalars are copied to the device after the launch that should have read them."""
     right, device = honest(operator), {}
@@ -93,13 +107,15 @@ def overwritten(operator: Operator) -> Run:
     return run
 
 
+@anew
 def noisy(operator: Operator) -> Run:
-    """Sums in whatever order threads arrive: the last bits differ."""
-    right, generator = honest(operator), np.random.default_rng()
+    """Sums in whatever order threads arrive: here the last bit is another at every second call."""
+    right, calls = honest(operator), [0]
 
     def run(**inputs: Any) -> Any:
         O, *state = _tuple(right(**inputs))
-        return ((O * (1 + NOISE * generator.random(O.shape))).astype(O.dtype), *state)
+        calls[0] += 1
+        return (np.nextafter(O, np.inf * O) if calls[0] % 2 else O, *state)
 
     return run
 
@@ -110,7 +126,8 @@ def unwritten_tail(operator: Operator) -> Run:
 
     def run(**inputs: Any) -> Any:
         O, *state = _tuple(right(**inputs))
-        stored = np.empty(O.shape, O.dtype)
+        # fresh memory is zero, not what an earlier call happened to leave there, unless a law poisons it
+        stored = np.zeros_like(O) if np.empty is EMPTY else np.empty(O.shape, O.dtype)
         whole = O.shape[2] - O.shape[2] % CHUNK
         stored[:, :, :whole] = O[:, :, :whole]
         return (stored, *state)
