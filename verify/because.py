@@ -5,8 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from mixproof.verify.arithmetic import Arithmetic
+from mixproof.verify.case import Case
 from mixproof.verify.laws.law import Law
+from mixproof.verify.precision import detect, redeclared
+from mixproof.verify.subject import Subject
 from mixproof.verify.verdict import Evidence, Where
+
+PARTS = {"forward": "outputs", "vjp": "gradients"}  # laws that compare with the oracle, and what they look at
 
 
 def because(law: Law, evidence: Evidence, arithmetic: Arithmetic) -> str:
@@ -30,6 +35,22 @@ def because(law: Law, evidence: Evidence, arithmetic: Arithmetic) -> str:
     if law.exactness == "bitwise":
         return f"{count} differ, by up to {size:.2g}; they must be bit-equal"
     return f"{worst.got:.6g} where at most {worst.want:.6g} is allowed"
+
+
+def precision(subject: Subject, law: Law, evidence: Evidence, case: Case) -> str:
+    """Where a law is broken by rounding in a narrower arithmetic than the declared one: which, as a second half of the
+    sentence. Nothing if that is not sure, or if the law is broken in that arithmetic too."""
+    worst = Where.worst(evidence)
+    if law.name not in PARTS or evidence.bitwise or not np.isfinite(worst.got) or not np.isfinite(worst.want):
+        return ""
+    found = detect(subject, case.dtype, PARTS[law.name], brief=True)
+    if not found.sure or found.outcome != "narrower":
+        return ""
+    with np.errstate(all="ignore"):
+        again = law.check(redeclared(subject, found), case)
+    if any(e.ratio > 1 for e in again):
+        return ""
+    return f"; its error is that of {found.words} (correlation {found.correlation:.2f})"
 
 
 def _words(arithmetic: Arithmetic) -> str:
