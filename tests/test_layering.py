@@ -1,6 +1,7 @@
 """Which module may know which, read from the source: nothing is imported here but the standard library.
 
-    numpy <- reference <- verify.{case, numbers} <- verify.{laws, claims} <- verify.judge <- verify.{plugin, __main__}
+    numpy <- reference <- verify.{case, numbers} <- verify.{laws, claims} <- verify.judge <- verify.power
+        <- verify.{plugin, __main__}
 
 PyTorch, Triton and third parties are reached below verify/subjects alone; report depends on verdicts alone. Modules
 that the line does not name are helpers: they stand as high as the highest thing that they import.
@@ -30,6 +31,7 @@ LAYERS = (
     ("verify.subjects.mutants",),  # the judge's dictionary of mistakes: each says by what a law would see it
     ("verify.judge",),
     ("verify.report",),
+    ("verify.power",),
     ("verify.plugin", "verify.__main__", "verify.test_gate"),
 )
 REPORT_MAY_IMPORT = ("verify.report", "verify.verdict")

@@ -49,7 +49,8 @@ def test_every_mutant_has_a_killer():
 
 @pytest.mark.parametrize("law", LAWS)
 def test_removing_a_law_names_the_mutants_that_would_survive(law, monkeypatch):
-    monkeypatch.delitem(LAWS, law)
+    # not delitem: it would put the law back at the end of the registry
+    monkeypatch.setitem(globals(), "LAWS", {name: module for name, module in LAWS.items() if name != law})
     only = [name for name, killers in plan.load()["mutants"].items() if killers == [law]]
     assert only, f"no mutant is killed by {law} alone"
     with pytest.raises(pytest.fail.Exception) as failure:

@@ -29,8 +29,8 @@ from mixproof.verify.power.rivals import FORMATS, JUDGES, Rivals
 CHUNK = 8
 CHUNKS = (1, 3, 5, CHUNK, 2, 64)
 ENOUGH = {"ci": 1000, "nightly": 10_000}  # decided cases of the atlas, an operator and format
-LANES, FEW = 50, 8  # lanes of a case; of one with long sequences or caches
-LONG = 48
+LANES, FEW = 50, 4  # lanes of a case; of one with long sequences or caches
+LONG, LENGTHS = 24, ("B", "H", "T", "S", "P")
 ROUNDS = 40  # how often the atlas is drawn again where too little is decided, at most
 Arrays = Mapping[str, Any]
 Row = dict[str, Any]
@@ -39,24 +39,27 @@ Row = dict[str, Any]
 def campaign(operator: str, profile: str = "ci", seed: int = 0) -> list[Row]:
     """A row for each format: {"operator", "format", "cases", "vacuous", "worst", "worst_case", "counts", "alarms",
     "failures"}; `worst` is the largest error / bound, `failures` the cases of our own alarms. Cases outside the domain
-    of the arithmetic (`vacuous`) are nobody's alarm."""
-    return [of_format(find_operator(operator), name, ENOUGH[profile], seed) for name in FORMATS]
+    of the arithmetic (`vacuous`) are nobody's alarm. In profile ci every second case is one of outputs alone, in the
+    next format the others are."""
+    brief = profile == "ci"
+    return [of_format(find_operator(operator), name, ENOUGH[profile], seed, brief) for name in FORMATS]
 
 
-def of_format(operator: Operator, format: str, enough: int, seed: int) -> Row:
+def of_format(operator: Operator, format: str, enough: int, seed: int, brief: bool = False) -> Row:
     """The row of one format, with at least `enough` decided cases of the atlas."""
     arithmetic = arithmetic_of(operator, format)
     counts: Counter[str] = Counter(dict.fromkeys(INPUTS, 0))
     alarms: dict[str, Counter[str]] = {inputs: Counter(dict.fromkeys((*JUDGES, OURS), 0)) for inputs in INPUTS}
     vacuous, worst, failures, forms = 0, (0.0, ""), [], len(operator.forms)
     for inputs in INPUTS:
-        for i, case in enumerate(_cases(operator, arithmetic, inputs, seed)):
+        for i, case in enumerate(_cases(operator, arithmetic, inputs, seed, brief)):
             if inputs == "atlas" and counts[inputs] >= enough and i >= _rounds(operator, arithmetic):
                 break
             # users' kernels have the usual form and its usual chunk
             trial = Trial(operator, case, format, arithmetic, i if inputs == "atlas" else CHUNKS.index(CHUNK) * forms)
             lanes = FEW if max(n for _, n in case.sizes) > LONG else LANES
-            alarmed, ratio = trial.judged(lanes)
+            outputs_alone = brief and (i + list(FORMATS).index(format)) % 2 == 1
+            alarmed, ratio = trial.judged(lanes, gradients=not outputs_alone)
             if alarmed is None:
                 vacuous += lanes
                 continue
@@ -96,20 +99,21 @@ class Trial:
         self.form = operator.forms[turn % len(operator.forms)]
         self.chunk = CHUNKS[turn // len(operator.forms) % len(CHUNKS)] if self.form.chunked else None
 
-    def judged(self, lanes: int) -> tuple[Counter[str] | None, float]:
+    def judged(self, lanes: int, gradients: bool = True) -> tuple[Counter[str] | None, float]:
         """How many lanes each judge rejects, and the worst error / bound; None outside the arithmetic's domain."""
         with np.errstate(all="ignore"):
             outputs = oracle.forward(self.operator, self.inputs, self.arithmetic, self.case.parameters)
-            cotangents = self.case.cotangents(outputs.value)
-            grads = oracle.backward(self.operator, self.inputs, cotangents, self.arithmetic, self.case.parameters)
-            if outputs.vacuous and grads.vacuous:
+            grads, cotangents = None, self.case.cotangents(outputs.value)
+            if gradients:
+                grads = oracle.backward(self.operator, self.inputs, cotangents, self.arithmetic, self.case.parameters)
+            if outputs.vacuous and (grads is None or grads.vacuous):
                 return None, 0.0
             rejected: dict[str, np.ndarray] = {judge: np.zeros(lanes, dtype=bool) for judge in (*JUDGES, OURS)}
             worst = 0.0
             if not outputs.vacuous:
                 base = baseline.outputs(self.operator, self.inputs, self.format)
                 worst = self._compare(self.outputs(lanes), outputs, base, rejected)
-            if not grads.vacuous:
+            if grads is not None and not grads.vacuous:
                 base = baseline.gradients(self.operator, self.inputs, cotangents, self.format)
                 worst = max(worst, self._compare(self.gradients(lanes, cotangents), grads, base, rejected))
         return Counter({judge: int(found.sum()) for judge, found in rejected.items()}), worst
@@ -182,12 +186,13 @@ class Trial:
         return worst
 
 
-def _cases(operator: Operator, arithmetic: Arithmetic, inputs: str, seed: int) -> Iterator[Case]:
-    """`users`: aligned shape, normal values. `atlas`: ours, drawn again with other seeds until enough is decided."""
+def _cases(operator: Operator, arithmetic: Arithmetic, inputs: str, seed: int, brief: bool) -> Iterator[Case]:
+    """`users`: aligned shape, normal values. `atlas`: ours, drawn again with other seeds until enough is decided. Brief
+    ones are no longer than four chunks and no wider than one."""
     domain = Domain(operator.name, ((arithmetic.inputs, "float32"),), chunk=CHUNK)
     if inputs == "users":
+        sizes = SIZES | {"H": 1} | (dict.fromkeys(("T", "S", "P"), 4 * CHUNK) if brief else {})
         for i in range(2):
-            sizes = SIZES | {"H": 1}
             yield domain.case(sizes, dtype=arithmetic.inputs, state="random", flag=i == 1, seed=seed + i)
         return
     plan = [*atlas(domain, small=True), *atlas(domain, small=True, extreme=True)]
@@ -195,6 +200,8 @@ def _cases(operator: Operator, arithmetic: Arithmetic, inputs: str, seed: int) -
         for i, case in enumerate(plan):
             # sequences of a batch meet in the gradients of parameters alone
             sized = case.resized(B=2 if (i + again) % 5 == 4 else 1, H=1)
+            if brief:
+                sized = sized.resized(**{a: domain.fit(a, min(n, CHUNK)) for a, n in sized.sizes if a not in LENGTHS})
             yield Case(**{**vars(sized), "seed": case.seed + seed + 1000 * again})
 
 

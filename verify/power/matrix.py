@@ -46,7 +46,7 @@ class Judged:
         return self.subject.domain()
 
 
-def kill_matrix(operator: str, everything: bool = False, seed: int = 0) -> list[Row]:
+def kill_matrix(operator: str, everything: bool = False, seed: int = 0, twin: bool = False) -> list[Row]:
     """One row a mutant, plain data. `everything`: every law that applies, on every case of its plan, and each law's
     entry lists them as `each`: [case as plans tell it, killed, seconds]. Otherwise a mutant with one part wrong is
     judged by the laws about that part, and a law stops at its first kill.
@@ -54,8 +54,9 @@ def kill_matrix(operator: str, everything: bool = False, seed: int = 0) -> list[
     Mutants that meet one case share its oracle, and in `seconds` the time that it took; those of `each` are their
     own, so that of one case the first mutant's are the most. A mutant that cannot run here has no laws.
 
-    The last row is that of the reference itself, run as its mutants are, under every law: none may kill it."""
-    trials = [*(_trial(mutant, everything) for mutant in mutants(operator)), _twin(operator)]
+    With a `twin` the last row is that of the reference itself, run as its mutants are, under every law: none may kill
+    it."""
+    trials = [*(_trial(mutant, everything) for mutant in mutants(operator)), *([_twin(operator)] if twin else [])]
     for name in laws_for(find_operator(operator)):
         law = find_law(name)
         on_trial = [t for t in trials if name in t.laws]
@@ -86,7 +87,7 @@ def replan(operators: Iterable[str] = (), workers: int | None = None) -> None:
     known = list(dict.fromkeys(m.operator for m in mutants()))
     with ProcessPoolExecutor(workers) as pool:
         found = pool.map(partial(kill_matrix, everything=True), operators or known)
-        new = make(row for rows in found for row in rows if row["part"] != HONEST)
+        new = make(row for rows in found for row in rows)
     write(new if not operators else merged(load(), new, known))
 
 
@@ -121,7 +122,11 @@ def _trial(mutant: Mutant, everything: bool) -> Judged:
 
 
 def _try(law: Law, trials: list[Judged], plan: Iterable[Case], everything: bool, seed: int) -> None:
-    """One law on mutants that share its cases."""
+    """One law on mutants that share its cases. What remembers earlier calls begins anew: which laws came before, and on
+    how many cases, does not matter."""
+    for t in trials:
+        if hasattr(t.mutant.batched, "anew"):
+            t.subject = t.mutant.subject()
     entries = {id(t): _entry() for t in trials}
     for case in dict.fromkeys(plan):
         moved = dataclasses.replace(case, seed=case.seed + seed)

@@ -47,7 +47,7 @@ class Unit:
         if self.profile == "smoke":
             return matrix.smoke(self.operator)
         if self.part == "matrix":
-            return matrix.kill_matrix(self.operator, everything=self.profile == "nightly", seed=self.seed)
+            return matrix.kill_matrix(self.operator, self.profile == "nightly", self.seed, twin=True)
         if self.part == "duels":
             return duel.duel(self.operator, self.profile)
         return honest.campaign(self.operator, self.profile, self.seed)

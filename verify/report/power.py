@@ -182,7 +182,7 @@ def honest(study: Study, width: int = WIDTH) -> str:
 def plan(study: Study) -> str:
     """What the profile smoke tries, and what the record says of it."""
     pairs = figures.planned(study)
-    if not pairs:
+    if not pairs or not figures.judged(study):
         return ""
     died, mutants = figures.planned_kills(study)
     seconds = sum(pair["seconds"] for _, pair in pairs)
@@ -236,7 +236,7 @@ def closing(study: Study, width: int = WIDTH) -> str:
     if not says:
         says = ["every mutant is killed by each law that it names"] if rows else []
         says += ["no honest alarm"] if cases else []
-        says += ["no drift"] if study.get("plan") else []
+        says += ["no drift"] if rows and study.get("plan") else []
     judged = [counted(len(rows), "mutant")] if rows else []
     judged += [counted(cases, "honest case")] if cases else []
     not_run = [f"{counted(n, 'mutant')} not run: {why}" for why, n in figures.unjudged(study).items()]

@@ -10,8 +10,8 @@ SAID = ("as declared", "wider", "narrower", "unclear")
 # where it usually comes from
 HINTS = {
     "TF32 operands": 'is torch.backends.cuda.matmul.allow_tf32 on, or tl.dot without input_precision="ieee"?',
-    "bfloat16 operands": "is an operand cast to the dtype of the inputs, or a copy kept in it, before a dot product?",
-    "float16 operands": "is an operand cast to the dtype of the inputs, or a copy kept in it, before a dot product?",
+    "bfloat16 operands": "is an operand cast to bfloat16 before a dot product, by autocast or by hand?",
+    "float16 operands": "is an operand cast to float16 before a dot product, by autocast or by hand?",
     "bfloat16 accumulation": "is an accumulator, or a state, kept in bfloat16?",
     "float16 accumulation": "is an accumulator, or a state, kept in float16?",
     "bfloat16 intermediates": "are the inputs cast, or is autocast on?",

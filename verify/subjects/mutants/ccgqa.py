@@ -226,7 +226,7 @@ def single(function: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Ar
     return forward
 
 
-SHARED = ("padded_twice", "keys_without_mean", "raw_heat", "half_of_head", "lost_when_short")
+SHARED = ("padded_twice", "keys_without_mean", "raw_heat", "no_shift", "half_of_head", "lost_when_short")
 CCA = [(name, what, single(f), source, laws) for name, what, f, source, laws in CCGQA[0] if name in SHARED]
 
 MUTANTS: tuple[Mutant, ...] = (*tabulated("ccgqa", *CCGQA), *tabulated("cca", CCA, ()))
