@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -187,6 +188,14 @@ def test_mutant_with_a_memory_has_one_of_its_own():
     inputs = one.inputs(case)
     one.run(inputs | {"eps": 0.5}, case.dtype)
     assert not np.array_equal(one.run(inputs, case.dtype)["O"], other.run(inputs, case.dtype)["O"])
+
+
+def test_the_readme_counts_mutants_and_public_bugs():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    told = [m for m in MUTANTS.values() if m.source]
+    bugs = {m.source for m in told}
+    assert f"{len(MUTANTS):,} deliberately wrong implementations, {len(told)} of them models of {len(bugs)}" in readme
+    assert f"Share of {len(MUTANTS):,} mutants rejected" in readme
 
 
 @pytest.mark.usefixtures("_no_shrinking")

@@ -8,6 +8,7 @@ One case is one lane on one input. Each must be accepted; an alarm of ours is a 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -202,7 +203,7 @@ def _cases(operator: Operator, arithmetic: Arithmetic, inputs: str, seed: int, b
             sized = case.resized(B=2 if (i + again) % 5 == 4 else 1, H=1)
             if brief:
                 sized = sized.resized(**{a: domain.fit(a, min(n, CHUNK)) for a, n in sized.sizes if a not in LENGTHS})
-            yield Case(**{**vars(sized), "seed": case.seed + seed + 1000 * again})
+            yield dataclasses.replace(sized, seed=case.seed + seed + 1000 * again)
 
 
 def _rounds(operator: Operator, arithmetic: Arithmetic) -> int:
