@@ -82,7 +82,7 @@ def test_a_claim_cannot_be_vague() -> None:
 
 
 def test_names_that_do_not_exist() -> None:
-    with pytest.raises(UsageError, match="no claims of 'gsm'; there are those of survey"):
+    with pytest.raises(UsageError, match="no claims of 'gsm'; there are those of gma, mixformer, survey"):
         ledger("gsm")
     with pytest.raises(UsageError, match=re.escape("no claim 'survey.A11'; did you mean survey.A1")):
         claims.find("survey.A11")
@@ -220,7 +220,7 @@ def test_claims_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["claims", "--paper", "survey", "--verdict", "refuted", "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["schema"] == 1
-    assert {c["id"] for c in data["claims"]} == {i for i, c in ALL.items() if c.verdict == "refuted"}
+    assert {c["id"] for c in data["claims"]} == {i for i, c in ledger("survey").items() if c.verdict == "refuted"}
     assert set(data["claims"][0]) == {"id", "text", "source", "verdict", "evidence", "why", "check"}
 
 
@@ -235,8 +235,33 @@ def test_claims_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["claims"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= report.WIDEST
-    assert lines[0].startswith("survey.A1  refuted")
+    assert lines[0].startswith(f"{next(iter(ALL))} ")
+    assert any(re.match(r"survey\.A1 +refuted ", line) for line in lines)
     assert re.fullmatch(rf"{len(ALL)} claims: \d+ proved, \d+ holds, \d+ holds only if, \d+ refuted, .*", lines[-1])
+
+
+def test_claims_as_a_page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jinja2")
+    assert main(["claims", "--format", "html"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("<!doctype html>")
+    assert page.count("<tr id=") == len(ALL)
+    assert not re.search(r"<script|src=|https?://", page)
+    assert all(f'id="{id}"' in page for id in ALL)
+    record = {
+        "id": "a.A1",
+        "text": "x < y",
+        "source": "1",
+        "verdict": "refuted",
+        "evidence": "e",
+        "why": "<b>",
+        "check": "",
+    }
+    assert "x &lt; y" in report.html([record])
+    assert "&lt;b&gt;" in report.html([record])
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    assert main(["claims", "--format", "html"]) == 4
+    assert "pip install 'mixproof[report]'" in capsys.readouterr().err
 
 
 def test_showing_one_claim(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,10 +167,12 @@ def list_all(arguments: argparse.Namespace) -> int:
 def claims(arguments: argparse.Namespace) -> int:
     """The ledger: what the papers claim, each claim with its verdict, and its condition or counterexample."""
     from mixproof.verify.claims import ledger
-    from mixproof.verify.report.claims import as_json, markdown, table
+    from mixproof.verify.report.claims import as_json, html, markdown, page_missing, table
 
+    if arguments.format == "html" and (missing := page_missing()):
+        raise UsageError(f"--format html: {missing}")
     chosen = [c.as_dict() for c in ledger(arguments.paper).values() if arguments.verdict in ("", c.verdict)]
-    forms = {"json": as_json, "markdown": markdown, "table": lambda found: table(found, _width())}
+    forms = {"json": as_json, "markdown": markdown, "html": html, "table": lambda found: table(found, _width())}
     print(forms[arguments.format](chosen))
     return 0
 
@@ -325,7 +327,7 @@ def _add_claims(commands: Any) -> None:
     c = commands.add_parser("claims", help="the papers' claims, with verdicts", description=claims.__doc__)
     c.add_argument("--paper", choices=tuple(PAPERS), default="", help="only those of this paper")
     c.add_argument("--verdict", choices=VERDICTS, default="", help="only those with this verdict")
-    c.add_argument("--format", choices=("table", "json", "markdown"), default="table")
+    c.add_argument("--format", choices=("table", "json", "markdown", "html"), default="table")
     c.set_defaults(run=claims)
     s = c.add_subparsers(metavar="show").add_parser("show", help="check one again", description=show_claim.__doc__)
     s.add_argument("id", metavar="ID", help="as `mixproof claims` prints it, for example survey.A1")

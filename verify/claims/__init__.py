@@ -12,7 +12,7 @@ they are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -21,6 +21,28 @@ from mixproof.verify.errors import UsageError
 
 # paper -> modules with its claims; the order is that of the report
 PAPERS: dict[str, tuple[str, ...]] = {
+    "gma": (
+        "gma_costs",
+        "gma_algebra",
+        "gma_equations",
+        "gma_gradients",
+        "gma_stability",
+        "gma_profile",
+        "gma_results",
+        "gma_diagnosis",
+        "gma_taxonomy",
+    ),
+    "mixformer": (
+        "mixformer_attention",
+        "mixformer_features",
+        "mixformer_forms",
+        "mixformer_memory",
+        "mixformer_rivals",
+        "mixformer_costs",
+        "mixformer_results",
+        "mixformer_sizes",
+        "mixformer_text",
+    ),
     "survey": (
         "survey",
         "survey_recurrent",
@@ -125,13 +147,26 @@ def ledger(paper: str = "") -> dict[str, Claim]:
         raise UsageError(f"no claims of {paper!r}; there are those of {', '.join(PAPERS)}")
     found: dict[str, Claim] = {}
     for name in [paper] if paper else PAPERS:
+        claims: dict[str, Claim] = {}
         for module in PAPERS[name]:
             for c in vars(import_module(f"{__name__}.{module}")).values():
                 if isinstance(c, Claim):
-                    if c.id in found:
+                    if c.id in claims or c.id in found:
                         raise ValueError(f"two claims are called {c.id}")
-                    found[c.id] = c
+                    claims[c.id] = c
+        found |= {id: claims[id] for id in _in_order(claims)}
     return found
+
+
+def _in_order(ids: Iterable[str]) -> list[str]:
+    """By letter as they come, then by number."""
+    known = list(ids)
+    letters = list(dict.fromkeys(_letter(id) for id in known))
+    return sorted(known, key=lambda id: (letters.index(_letter(id)), int(id.split(".")[1][1:])))
+
+
+def _letter(id: str) -> str:
+    return id.split(".")[1][0]
 
 
 def find(id: str) -> Claim:
