@@ -13,6 +13,7 @@ from mixproof.reference import operator as find_operator
 from mixproof.verify.arithmetic import round_to
 from mixproof.verify.declare import Declaration
 from mixproof.verify.judge import Profile, judge
+from mixproof.verify.numbers.lanes import tensor_core
 from mixproof.verify.subject import Subject
 from mixproof.verify.subjects.reference import batched
 
@@ -51,7 +52,7 @@ class Machine:
                 total = (wide[..., j] + total).astype(f32)
             return total
         if self.order == "tensor core":
-            return _tensor_core(wide)
+            return tensor_core(wide).astype(f32)
         return self.sum(self.flushed(wide.astype(f32)))
 
     def operand(self, x: np.ndarray) -> np.ndarray:
@@ -95,22 +96,6 @@ def _sum(order: str, x: np.ndarray) -> np.ndarray:
         return _sum("pairwise", np.stack([_sum("forward", x[..., a::4]) for a in range(min(n, 4))], axis=-1))
     x = x[..., ::-1] if order == "reversed" else x
     return np.add.accumulate(x, axis=-1, dtype=f32)[..., -1]
-
-
-def _tensor_core(products: np.ndarray) -> np.ndarray:
-    """Groups of eight exact products and the total so far, aligned to the largest and cut off at 24 bits, with no
-    extra bit; the new total is cut off as well (Fasi et al. 2021)."""
-    total = np.zeros((*products.shape[:-1], 1))
-    for a in range(0, products.shape[-1], 8):
-        terms = np.concatenate([total, products[..., a : a + 8]], axis=-1)
-        total = _cut(np.sum(_cut(terms, np.max(np.abs(terms), axis=-1, keepdims=True)), axis=-1, keepdims=True))
-    return total[..., 0].astype(f32)
-
-
-def _cut(x: np.ndarray, largest: np.ndarray | None = None) -> np.ndarray:
-    largest = np.abs(x) if largest is None else largest
-    unit = np.ldexp(1.0, np.frexp(np.where(largest == 0, 1, largest))[1] - 24)
-    return np.trunc(x / unit) * unit
 
 
 MACHINES = {

@@ -20,6 +20,7 @@ from mixproof.verify.claims import Finding, claim, conditional, holds, ledger, p
 from mixproof.verify.claims.evidence import apart, draw, one_function, same
 from mixproof.verify.errors import UsageError
 from mixproof.verify.report import claims as report
+from mixproof.verify.report import page as page_of
 
 SURVEY = {
     "A": 5, "S": 7, "R": 7, "M": 9, "O": 5, "T": 7, "L": 6, "G": 5, "P": 5, "K": 5, "I": 5, "V": 4, "B": 6, "C": 6,
@@ -259,7 +260,7 @@ def test_claims_as_a_page(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     }
     assert "x &lt; y" in report.html([record])
     assert "&lt;b&gt;" in report.html([record])
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(page_of, "find_spec", lambda name: None)
     assert main(["claims", "--format", "html"]) == 4
     assert "pip install 'mixproof[report]'" in capsys.readouterr().err
 

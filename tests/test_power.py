@@ -7,8 +7,8 @@ import json
 import pytest
 
 from mixproof.verify import plan
-from mixproof.verify.__main__ import main
-from mixproof.verify.power import command, study
+from mixproof.verify.__main__ import INTERRUPTED, main
+from mixproof.verify.power import study
 from mixproof.verify.power.study import Store, Unit
 
 SMALL = "mome.write_mix"
@@ -78,7 +78,7 @@ def test_a_study_goes_on_where_it_was_interrupted(power, monkeypatch, tmp_path):
     real = Unit.run
     monkeypatch.setattr(Unit, "run", interrupted)
     code, _, err = power(SMALL)
-    assert code == command.INTERRUPTED
+    assert code == INTERRUPTED
     assert "goes on from" in err
     monkeypatch.setattr(Unit, "run", lambda unit: (ran.append(unit.key), real(unit))[1])
     code, out, _ = power(SMALL)
@@ -144,7 +144,7 @@ def test_usage_errors(power, words, text):
 
 
 def test_a_page_needs_jinja(power, monkeypatch):
-    monkeypatch.setattr("mixproof.verify.report.power.find_spec", lambda name: None)
+    monkeypatch.setattr("mixproof.verify.report.page.find_spec", lambda name: None)
     code, _, err = power("--html", "power.html", SMALL)
     assert code == 4
     assert "pip install 'mixproof[report]'" in err

@@ -167,10 +167,11 @@ def list_all(arguments: argparse.Namespace) -> int:
 def claims(arguments: argparse.Namespace) -> int:
     """The ledger: what the papers claim, each claim with its verdict, and its condition or counterexample."""
     from mixproof.verify.claims import ledger
-    from mixproof.verify.report.claims import as_json, html, markdown, page_missing, table
+    from mixproof.verify.report import page
+    from mixproof.verify.report.claims import as_json, html, markdown, table
 
-    if arguments.format == "html" and (missing := page_missing()):
-        raise UsageError(f"--format html: {missing}")
+    if arguments.format == "html" and page.missing():
+        raise UsageError(f"--format html: {page.missing()}")
     chosen = [c.as_dict() for c in ledger(arguments.paper).values() if arguments.verdict in ("", c.verdict)]
     forms = {"json": as_json, "markdown": markdown, "html": html, "table": lambda found: table(found, _width())}
     print(forms[arguments.format](chosen))
@@ -236,12 +237,9 @@ class _Progress:
     def __init__(self, jobs: list[tuple[Subject, str]]) -> None:
         self.jobs, self.bar = jobs, None
         if sys.stderr.isatty() and sys.stdout.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+            from mixproof.verify.progress import bar
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            console = Console(stderr=True)
-            self.bar = Progress(*columns, transient=True, console=console, redirect_stdout=False)
+            self.bar = bar()
 
     def __iter__(self) -> Iterator[tuple[Subject, str]]:
         if self.bar is None:

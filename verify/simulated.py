@@ -145,44 +145,50 @@ class Look:
         chunk = self.subject.declaration.chunk or 16
         if self.part == "outputs" and _same(self.inputs, self.case.arrays()):
             return remembered(self.case, arithmetic, form, chunk)
-        return simulate(self.operator, self.case, self.inputs, self.cotangents, arithmetic, form, chunk)
+        return simulate(_workshop(arithmetic), self.operator, self.case, self.inputs, self.cotangents, form, chunk)
 
 
 @lru_cache(maxsize=256)
 def remembered(case: Case, arithmetic: Arithmetic, form: str, chunk: int) -> Mapping[str, np.ndarray]:
-    return simulate(find_operator(case.op), case, case.arrays(), {}, arithmetic, form, chunk)
+    return simulate(_workshop(arithmetic), find_operator(case.op), case, case.arrays(), {}, form, chunk)
 
 
 def simulate(
-    operator: Operator, case: Case, inputs: Arrays, cotangents: Arrays, arithmetic: Arithmetic, form: str, chunk: int
-) -> Mapping[str, np.ndarray]:
-    """Every output, or every gradient if there are cotangents, in each lane; rounded to its dtype at the end."""
-    shop = _workshop(arithmetic)
+    shop: Workshop, operator: Operator, case: Case, inputs: Arrays, cotangents: Arrays, form: str, chunk: int | None
+) -> dict[str, np.ndarray]:
+    """Every output of a form, or every gradient if there are cotangents, in each lane of a shop, (lanes, B, H, ...);
+    those of parameters summed over the batch; rounded to its dtype at the end."""
     roles = {x.name: x.role for x in (*operator.inputs, *operator.outputs)}
     dtype_of = {n: case.dtype if role == "token" else case.parameters for n, role in roles.items()}
 
     def lifted(arrays: Arrays) -> dict[str, Any]:
         return {
-            n: x
-            if roles[n] == "scalar"
-            else shop.input(_narrowed(x, arithmetic.intermediate, dtype_of[n]), dtype_of[n])
+            n: x if roles[n] == "scalar" else shop.input(_narrowed(x, shop.intermediate, dtype_of[n]), dtype_of[n])
             for n, x in arrays.items()
         }
 
-    results = {}
+    results: dict[tuple[int, int], dict[str, np.ndarray]] = {}
     for (b, h), head in oracle.heads(operator, inputs):
         if cotangents:
             found = operator.vjp(lifted({n: c[b, h] for n, c in cotangents.items()}), **lifted(head))
             found = {n: g for n, g in found.items() if n in head and operator.input(n).differentiable}
         else:
-            found = operator.evaluate(lifted(head), form, chunk if operator.form(form).chunked else None)
+            found = operator.evaluate(lifted(head), form, chunk)
         results[b, h] = {
             n: shop.spread(x.data if isinstance(x, Lanes) else np.asarray(x)[None]) for n, x in found.items()
         }
-    gathered = oracle.gather(operator, inputs, results)
-    return {
-        n: round_to(np.moveaxis(x, 1 if roles[n] == "parameter" else 2, 0), dtype_of[n]) for n, x in gathered.items()
-    }
+    B, H = (1 + max(i) for i in zip(*results, strict=True))
+    gathered = {}
+    for n in results[0, 0]:
+        if roles[n] == "parameter":
+            whole = [results[0, h][n] for h in range(H)]
+            for b in range(1, B):
+                whole = [shop.rounded(x + results[b, h][n]) for h, x in enumerate(whole)]
+            x = np.stack(whole, axis=1)
+        else:
+            x = np.stack([np.stack([results[b, h][n] for h in range(H)], axis=1) for b in range(B)], axis=1)
+        gathered[n] = round_to(x, dtype_of[n])
+    return gathered
 
 
 def _narrowed(x: np.ndarray, wanted: str, dtype: str) -> np.ndarray:

@@ -99,7 +99,7 @@ class Workshop:
             if name == "fused":
                 total[lane] = self._in_turn(terms if raw is None else raw[lane][..., order], exact=raw is not None)
             elif name == "tensor core" and dot:
-                total[lane] = _tensor_core(terms if raw is None else raw[lane][..., order])
+                total[lane] = tensor_core(terms if raw is None else raw[lane][..., order])
             elif name == "pairwise":
                 total[lane] = self._pairwise(terms)
             elif name == "split" and n > 4:
@@ -253,7 +253,7 @@ def aligned(*members: Lanes) -> Sequence[np.ndarray]:
     return [x.data.reshape(x.data.shape[0], *(1,) * (most - x.data.ndim), *x.shape) for x in members]
 
 
-def _tensor_core(products: np.ndarray) -> np.ndarray:
+def tensor_core(products: np.ndarray) -> np.ndarray:
     """Groups of eight exact products and the total so far, aligned to the largest and cut off at 24 bits, with no
     extra bit; the new total is cut off as well (Fasi et al. 2021)."""
     total = np.zeros((*products.shape[:-1], 1))

@@ -15,7 +15,6 @@ from mixproof.verify.errors import UsageError
 if TYPE_CHECKING:
     from mixproof.verify.power.study import Unit
 
-INTERRUPTED = 2
 SMOKE_KILLS = 0.95  # what the budget plan promises
 
 
@@ -25,14 +24,15 @@ def power(arguments: argparse.Namespace) -> int:
     rejected, and the budget plan still says what is measured."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one process a core, not one of all cores each
     from mixproof.verify.power import study as studies
+    from mixproof.verify.report import page
     from mixproof.verify.report import power as report
 
     operators = _operators(arguments.operators)
     if arguments.replan:
         return _replan(arguments.operators, arguments.jobs)
     parts = ("matrix",) if arguments.profile == "smoke" else tuple(arguments.only or studies.PARTS)
-    if arguments.html and report.page_missing():
-        raise UsageError(f"--html: {report.page_missing()}")
+    if arguments.html and page.missing():
+        raise UsageError(f"--html: {page.missing()}")
     work = studies.units(operators, parts, arguments.profile, arguments.seed)
     store = studies.Store(
         Path(arguments.store) if arguments.store else studies.default_store(arguments.profile, arguments.seed),
@@ -54,10 +54,11 @@ def power(arguments: argparse.Namespace) -> int:
             pass
     except KeyboardInterrupt:
         print(f"interrupted; the same command goes on from {store.path}", file=sys.stderr)
-        return INTERRUPTED
+        raise
     found = studies.collect(store, operators, parts, time.time() - start, arguments.jobs)
     if arguments.profile == "smoke":
-        text, code = _smoke(found)
+        text, share = report.smoke(found, SMOKE_KILLS)
+        code = int(share < SMOKE_KILLS)
     else:
         text, code = report.terminal(found), report.exit_code(found)
     print(text)
@@ -117,20 +118,6 @@ def _replan(words: Sequence[str], jobs: int) -> int:
     return 0
 
 
-def _smoke(study: dict[str, Any]) -> tuple[str, int]:
-    """One line, and whether the plan keeps its promise."""
-    rows = [row for row in study["matrix"] if "not_run" not in row]
-    spared = [row["mutant"] for row in rows if row["first"] is None]
-    dead = len(rows) - len(spared)
-    share = dead / max(1, len(rows))
-    line = (
-        f"smoke: {dead:,} of {len(rows):,} mutants die by the budget plan, {100 * share:.1f} %, "
-        f"in {study['seconds']:.0f} s on {study['cores']} cores"
-    )
-    lines = [line] if share >= SMOKE_KILLS else [line, *(f"  survives  {name}" for name in spared)]
-    return "\n".join(lines), 0 if share >= SMOKE_KILLS else 1
-
-
 def _write(option: str, path: str, text: str) -> None:
     try:
         Path(path).write_text(text)
@@ -141,14 +128,12 @@ def _write(option: str, path: str, text: str) -> None:
 def _progress(work: Sequence[Unit], known: int, done: Iterable[Unit]) -> Iterator[Unit]:
     """A bar on a terminal; elsewhere a line now and then."""
     if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from mixproof.verify.progress import bar
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, transient=True, console=Console(stderr=True), redirect_stdout=False) as bar:
-            task = bar.add_task("", total=len(work), completed=known)
+        with bar() as shown:
+            task = shown.add_task("", total=len(work), completed=known)
             for unit in done:
-                bar.update(task, description=unit.key, advance=1)
+                shown.update(task, description=unit.key, advance=1)
                 yield unit
         return
     start = time.time()

@@ -22,11 +22,11 @@ from mixproof.verify.laws.law import against, completed
 from mixproof.verify.oracle import Expected
 from mixproof.verify.power import baseline
 from mixproof.verify.power.rivals import FORMATS, GRADCHECK, JUDGES, Rivals, gradcheck, jacobians
+from mixproof.verify.report.power_figures import INPUTS
+from mixproof.verify.report.power_figures import JUDGE as OURS
 from mixproof.verify.subject import Subject
-from mixproof.verify.subjects.mutants import Mutant, mutants
+from mixproof.verify.subjects.mutants import Mutant, mutants, untouched
 
-OURS = "mixproof, tolerance"
-INPUTS = ("users", "atlas")
 SHARED = (("float32", "tf32"), ("bfloat16",), ("float16",))  # formats that meet the same inputs, hence one run of each
 # sizes that users test: widths of 16 and a few heads, groups, experts, taps
 SIZES = {"B": 1, "H": 2, "T": 64, "S": 64, "P": 64} | dict.fromkeys(("K", "R", "V", "D", "E", "F", "L"), 16)
@@ -49,7 +49,7 @@ def duel(operator: str, profile: str = "ci") -> list[Row]:
     that belong to it, by autograd, and it accepts those."""
     # the short atlas; half precision meets one seed, and every third case of the atlas; gradcheck meets every sixth
     brief = profile == "ci"
-    honest = Mutant("honest", operator, "", ()).subject()
+    honest = untouched(operator).subject()
     subjects = [(m, m.subject()) for m in mutants(operator)]
     wrong = [(m, s) for m, s in subjects if not s.unavailable()]
     rows = []

@@ -18,14 +18,15 @@ import numpy as np
 from mixproof.reference import operator as find_operator
 from mixproof.reference.spec import Operator
 from mixproof.verify import oracle
-from mixproof.verify.arithmetic import Arithmetic, round_to
+from mixproof.verify.arithmetic import Arithmetic
 from mixproof.verify.case import Case, Domain, atlas
 from mixproof.verify.declare import Declaration
-from mixproof.verify.numbers.lanes import Lanes, Workshop
+from mixproof.verify.numbers.lanes import Workshop
 from mixproof.verify.oracle import Expected
 from mixproof.verify.power import baseline
 from mixproof.verify.power.duel import INPUTS, OURS, SIZES
 from mixproof.verify.power.rivals import FORMATS, JUDGES, Rivals
+from mixproof.verify.simulated import simulate
 
 CHUNK = 8
 CHUNKS = (1, 3, 5, CHUNK, 2, 64)
@@ -53,8 +54,9 @@ def of_format(operator: Operator, format: str, enough: int, seed: int, brief: bo
     alarms: dict[str, Counter[str]] = {inputs: Counter(dict.fromkeys((*JUDGES, OURS), 0)) for inputs in INPUTS}
     vacuous, worst, failures, forms = 0, (0.0, ""), [], len(operator.forms)
     for inputs in INPUTS:
-        for i, case in enumerate(_cases(operator, arithmetic, inputs, seed, brief)):
-            if inputs == "atlas" and counts[inputs] >= enough and i >= _rounds(operator, arithmetic):
+        cases, least = _cases(operator, arithmetic, inputs, seed, brief)
+        for i, case in enumerate(cases):
+            if counts[inputs] >= enough and i >= least:
                 break
             # users' kernels have the usual form and its usual chunk
             trial = Trial(operator, case, format, arithmetic, i if inputs == "atlas" else CHUNKS.index(CHUNK) * forms)
@@ -122,51 +124,12 @@ class Trial:
     def outputs(self, lanes: int) -> dict[str, np.ndarray]:
         """Each output of the form in every lane, (lanes, B, H, ...), rounded to its format."""
         shop = Workshop(self.made_in, lanes, self.turn)
-        results = {
-            bh: self.operator.evaluate(self._lifted(shop, h), self.form.name, self.chunk) for bh, h in self._heads()
-        }
-        return self._gathered(shop, results, {y.name: y.role for y in self.operator.outputs})
+        return simulate(shop, self.operator, self.case, self.inputs, {}, self.form.name, self.chunk)
 
     def gradients(self, lanes: int, cotangents: Arrays) -> dict[str, np.ndarray]:
         """The gradient of every differentiable input present; those of parameters are summed over the batch."""
         shop = Workshop(self.made_in, lanes, self.turn, recomputes=True)
-        roles = {y.name: y.role for y in self.operator.outputs}
-        results = {}
-        for (b, h), head in self._heads():
-            upstream = {n: shop.input(c[b, h], self._dtype(roles[n])) for n, c in cotangents.items()}
-            found = self.operator.vjp(upstream, **self._lifted(shop, head))
-            results[b, h] = {n: g for n, g in found.items() if n in head and self.operator.input(n).differentiable}
-        return self._gathered(shop, results, {x.name: x.role for x in self.operator.inputs})
-
-    def _heads(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-        return oracle.heads(self.operator, self.inputs)
-
-    def _dtype(self, role: str) -> str:
-        return self.case.dtype if role == "token" else self.case.parameters
-
-    def _lifted(self, shop: Workshop, head: Arrays) -> dict[str, Any]:
-        roles = {x.name: x.role for x in self.operator.inputs}
-        return {n: x if roles[n] == "scalar" else shop.input(x, self._dtype(roles[n])) for n, x in head.items()}
-
-    def _gathered(
-        self, shop: Workshop, results: Mapping[Any, Arrays], roles: Mapping[str, str]
-    ) -> dict[str, np.ndarray]:
-        B, H = (1 + max(i) for i in zip(*results, strict=True))
-        gathered = {}
-        for name in next(iter(results.values())):
-            of = {
-                bh: shop.spread(x.data if isinstance(x := r[name], Lanes) else np.asarray(x)[None])
-                for bh, r in results.items()
-            }
-            if roles[name] == "parameter":
-                total = [of[0, h] for h in range(H)]
-                for b in range(1, B):
-                    total = [shop.rounded(x + of[b, h]) for h, x in enumerate(total)]
-                whole = np.stack(total, axis=1)
-            else:
-                whole = np.stack([np.stack([of[b, h] for h in range(H)], axis=1) for b in range(B)], axis=1)
-            gathered[name] = round_to(whole, self._dtype(roles[name]))
-        return gathered
+        return simulate(shop, self.operator, self.case, self.inputs, cotangents, self.form.name, self.chunk)
 
     def _compare(
         self, got: Mapping[str, np.ndarray], want: Expected, base: Arrays, rejected: dict[str, np.ndarray]
@@ -178,7 +141,8 @@ class Trial:
             x = got[name]
             if not x.size:
                 continue
-            for judge, found in Rivals(value, base.get(name), self._dtype(roles[name])).among(x).items():
+            dtype = self.case.dtype if roles[name] == "token" else self.case.parameters
+            for judge, found in Rivals(value, base.get(name), dtype).among(x).items():
                 rejected[judge] |= found
             error = np.where(x == value, 0, np.abs(x - value) / want.bound[name])
             ratio = np.where(np.isnan(error), np.inf, error).reshape(len(x), -1).max(axis=1)
@@ -187,16 +151,22 @@ class Trial:
         return worst
 
 
-def _cases(operator: Operator, arithmetic: Arithmetic, inputs: str, seed: int, brief: bool) -> Iterator[Case]:
-    """`users`: aligned shape, normal values. `atlas`: ours, drawn again with other seeds until enough is decided. Brief
-    ones are no longer than four chunks and no wider than one."""
+def _cases(
+    operator: Operator, arithmetic: Arithmetic, inputs: str, seed: int, brief: bool
+) -> tuple[Iterator[Case], int]:
+    """The cases, and how many of them are met whatever they decide. `users`: aligned shape, normal values. `atlas`:
+    ours, each regime once, and drawn again with other seeds until enough is decided. Brief ones are no longer than four
+    chunks and no wider than one."""
     domain = Domain(operator.name, ((arithmetic.inputs, "float32"),), chunk=CHUNK)
     if inputs == "users":
         sizes = SIZES | {"H": 1} | (dict.fromkeys(("T", "S", "P"), 4 * CHUNK) if brief else {})
-        for i in range(2):
-            yield domain.case(sizes, dtype=arithmetic.inputs, state="random", flag=i == 1, seed=seed + i)
-        return
+        fields = dict(dtype=arithmetic.inputs, state="random")
+        return (domain.case(sizes, flag=i == 1, seed=seed + i, **fields) for i in range(2)), 2
     plan = [*atlas(domain, small=True), *atlas(domain, small=True, extreme=True)]
+    return _drawn(plan, domain, seed, brief), len(plan)
+
+
+def _drawn(plan: list[Case], domain: Domain, seed: int, brief: bool) -> Iterator[Case]:
     for again in range(ROUNDS):
         for i, case in enumerate(plan):
             # sequences of a batch meet in the gradients of parameters alone
@@ -204,9 +174,3 @@ def _cases(operator: Operator, arithmetic: Arithmetic, inputs: str, seed: int, b
             if brief:
                 sized = sized.resized(**{a: domain.fit(a, min(n, CHUNK)) for a, n in sized.sizes if a not in LENGTHS})
             yield dataclasses.replace(sized, seed=case.seed + seed + 1000 * again)
-
-
-def _rounds(operator: Operator, arithmetic: Arithmetic) -> int:
-    """How many cases the atlas has: each regime is met at least once."""
-    domain = Domain(operator.name, ((arithmetic.inputs, "float32"),), chunk=CHUNK)
-    return len([*atlas(domain, small=True), *atlas(domain, small=True, extreme=True)])

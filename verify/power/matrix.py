@@ -1,14 +1,11 @@
 """The kill matrix of one operator: each of its mutants under each law that applies, case by case.
 
 A kill is a law broken by what a mutant computed, not by an exception. Cases are those of the short plans; nothing is
-shrunk or diagnosed. Times are CPU seconds.
-
-`python -m mixproof.verify.power.matrix` measures the budget plan anew; with names of operators, theirs alone."""
+shrunk or diagnosed. Times are CPU seconds."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +20,7 @@ from mixproof.verify.laws import law as find_law
 from mixproof.verify.laws.law import MEMORY, Law
 from mixproof.verify.plan import fitted, load, make, merged, planned, told, write
 from mixproof.verify.subject import Subject
-from mixproof.verify.subjects.mutants import Mutant, mutants
+from mixproof.verify.subjects.mutants import Mutant, mutants, untouched
 
 # laws about calling, not about what is computed: in profile ci they judge mutants of calling alone
 CALLING = ("independence", "layout", "unchanged", "written", "deterministic")
@@ -99,7 +96,7 @@ def judges(mutant: Mutant, law: Law, everything: bool) -> bool:
 
 
 def _twin(operator: str) -> Judged:
-    twin = _trial(Mutant(HONEST, operator, "nothing changed", ()), True)
+    twin = _trial(untouched(operator), True)
     twin.row["part"] = HONEST
     return twin
 
@@ -175,7 +172,3 @@ def _spend(trial: Judged, law: str, entry: Row, seconds: float) -> None:
     trial.seconds += seconds
     if entry["killed"] and trial.row["first"] is None:
         trial.row["first"] = {"law": law, "seconds": trial.seconds}
-
-
-if __name__ == "__main__":
-    replan(sys.argv[1:])

@@ -21,15 +21,14 @@ from mixproof.reference import OPERATORS
 from mixproof.verify import plan
 from mixproof.verify.laws import LAWS
 from mixproof.verify.power import duel, honest, matrix
+from mixproof.verify.report.power import SCHEMA
+from mixproof.verify.report.power_figures import PARTS
 from mixproof.verify.subjects.mutants import mutants
 from mixproof.verify.subjects.mutants.sources import SOURCES
 from mixproof.verify.versions import versions
 
-SCHEMA = 1
-PARTS = ("matrix", "duels", "honest")
-PROFILES = ("smoke", "ci", "nightly")
 # Which parts take longest: they start first, so that no core waits at the end.
-WEIGHT = {"matrix": 1.0, "duels": 0.7, "honest": 0.5}
+WEIGHT: dict[str, float] = dict(zip(PARTS, (1.0, 0.7, 0.5), strict=True))
 Row = dict[str, Any]
 
 

@@ -6,8 +6,8 @@ import json
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
-from pathlib import Path
+
+from mixproof.verify.report.page import rendered
 
 Record = Mapping[str, str]
 SCHEMA = 1
@@ -51,22 +51,10 @@ def as_json(claims: Sequence[Record]) -> str:
     return json.dumps({"schema": SCHEMA, "claims": [dict(c) for c in claims]}, indent=1)
 
 
-def page_missing() -> str:
-    """Why there can be no page here, or nothing."""
-    return "" if find_spec("jinja2") else "the page needs jinja2: pip install 'mixproof[report]'"
-
-
 def html(claims: Sequence[Record]) -> str:
     """One self-contained page. Raises ModuleNotFoundError without jinja2, the extra `report`."""
-    if missing := page_missing():
-        raise ModuleNotFoundError(missing)
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     papers = {p: [c for c in claims if c["id"].split(".")[0] == p] for p in (c["id"].split(".")[0] for c in claims)}
-    template = environment.get_template("claims.html.jinja")
-    return template.render(papers=papers, labels=LABELS, counts=counts, total=counts(claims)) + "\n"
+    return rendered("claims.html.jinja", papers=papers, labels=LABELS, counts=counts, total=counts(claims)) + "\n"
 
 
 def explained(claim: Record, found: Record, width: int = NARROWEST) -> str:

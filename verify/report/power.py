@@ -9,7 +9,6 @@ import json
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from mixproof.verify.report import power_figures as figures
@@ -244,6 +243,19 @@ def closing(study: Study, width: int = WIDTH) -> str:
     return "\n".join(_item(text + (f"   ({'; '.join(not_run)})" if not_run else ""), width, ""))
 
 
+def smoke(study: Study, least: float) -> tuple[str, float]:
+    """What the budget plan killed in one line, below `least` also whom it spared; and its share."""
+    rows = figures.judged(study)
+    spared = [row["mutant"] for row in rows if row["first"] is None]
+    dead = len(rows) - len(spared)
+    share = dead / max(1, len(rows))
+    line = (
+        f"smoke: {dead:,} of {len(rows):,} mutants die by the budget plan, {100 * share:.1f} %, "
+        f"in {study['seconds']:.0f} s on {study['cores']} cores"
+    )
+    return "\n".join([line, *(f"  survives  {name}" for name in spared if share < least)]), share
+
+
 def exit_code(study: Study) -> int:
     """pytest's own: 0 if every mutant died by each law that it names, no honest case was rejected and the plan has not
     drifted; 1 otherwise; 5 if a part that was asked for holds nothing."""
@@ -288,11 +300,6 @@ def as_json(study: Study) -> str:
         )
         fields.append(f" {dumped(key)}: {text}")
     return "{\n" + ",\n".join(fields) + "\n}\n"
-
-
-def page_missing() -> str:
-    """Why there can be no page here, or nothing."""
-    return "" if find_spec("jinja2") else "the page needs jinja2: pip install 'mixproof[report]'"
 
 
 def html(study: Study) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mixproof.verify.report import power_figures as figures
+from mixproof.verify.report.page import rendered
 from mixproof.verify.report.power_figures import JUDGE, LAWS, Row, Study, percent
 from mixproof.verify.report.terminal import number
 
@@ -47,19 +47,7 @@ class Bar:
 
 def page(study: Study) -> str:
     """The whole page. Raises ModuleNotFoundError without jinja2 (the extra `report`)."""
-    try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError("the page needs jinja2: pip install 'mixproof[report]'", name="jinja2") from None
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    return environment.get_template(TEMPLATE).render(**_context(study))
+    return rendered(TEMPLATE, **_context(study))
 
 
 def _context(study: Study) -> dict[str, Any]:

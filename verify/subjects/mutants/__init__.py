@@ -157,6 +157,11 @@ def _all() -> tuple[Mutant, ...]:
     return tuple(m if m.source else dataclasses.replace(m, source=same(m.operator, m.name)) for m in found)
 
 
+def untouched(operator: str) -> Mutant:
+    """The reference with nothing changed, to be run as its mutants are."""
+    return Mutant("honest", operator, "nothing changed", ())
+
+
 def explain(subject: Subject, law: str, case: Case) -> str:
     """The mutant whose result the implementation's equals within its bound: "the reference with ... (0.3 x bound)"."""
     named = "" if law in OF_GRADIENTS else _explain_outputs(subject, case)
